@@ -205,7 +205,7 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{file} is damaged: {error!r}. Restore the file, or choose another checkpoint",
+            f"{file} is damaged: {error!r}. Restore the file, or use a checkpoint from another folder",
             code="damaged",
             key=str(file),
         ) from error
@@ -307,14 +307,17 @@ def excess_checkpoints(paths: list[Path], keep: int, keep_every: int) -> list[Pa
 
 
 def discard_old(path: Path, keep: int, keep_every: int = 0) -> None:
-    """Remove the oldest checkpoints after the checkpoint `path` was saved. See `excess_checkpoints`."""
+    """Remove the checkpoints that need not be kept after the checkpoint `path` was saved.
+
+    `excess_checkpoints` explains the arguments `keep` and `keep_every`.
+    """
     paths = [p for p in committed(path.parent) if parse_step(p) <= parse_step(path)]
     for old in excess_checkpoints(paths, keep, keep_every):
         try:
             remove(old)
         except OSError as error:  # the new checkpoint is not affected
             logger.warning(
-                f"the old checkpoint {old} could not be removed: {error}. The next save will try again to remove it"
+                f"the old checkpoint {old} could not be removed: {error}. The next save tries again"
             )
 
 
@@ -341,7 +344,7 @@ def problems(path: Path, hashes: bool = True) -> list[str]:
     except (CheckpointError, OSError) as error:
         return [str(error)]
     return [
-        f"{path / name} is altered: its sha256 differs from the manifest"
+        f"{path / name} is altered: the sha256 of the file differs from the manifest"
         for (name, (_, sha256)), now in zip(expected.items(), actual, strict=True)
         if now != sha256
     ]
@@ -483,7 +486,7 @@ def read_state(path: Path) -> RunState:
 
 
 def trained_tokenizer(path: Path, state: RunState) -> Path:
-    """Return the folder with the tokenizer of a checkpoint: in its training data, or in the run's hf/ folder.
+    """Return the folder that contains the tokenizer used in training, in the training data or the run's hf/ folder.
 
     Raises:
         DataError: if none of the folders contains the tokenizer used in training.
@@ -501,7 +504,8 @@ def trained_tokenizer(path: Path, state: RunState) -> Path:
             return folder
     raise DataError(
         f"the tokenizer used in training is not in {' or '.join(map(str, folders))}. The data may have been removed or "
-        "prepared again. Restore it. An export or an evaluation can also use the original tokenizer with --tokenizer",
+        "prepared again. Restore the data, or pass the original tokenizer to train/export.py or train/evaluate.py with "
+        "--tokenizer",
         code="no_tokenizer",
         key=str(folders[0]),
     )

@@ -75,7 +75,7 @@ def choose_checkpoint(root: Path, setting: str) -> Path | None:
             run is only used until this run has saved its own checkpoint.
 
     Returns:
-        The checkpoint, or None to start without a checkpoint.
+        The checkpoint, or None for a new run.
 
     Raises:
         CheckpointError: on all ranks, if the given checkpoint is damaged or belongs to another run, or if all
@@ -168,7 +168,9 @@ def set_random_state(rank_state: dict[str, Any]) -> None:
 
 
 def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
-    """Load a checkpoint's weights into CPU memory, and return them keyed by Hugging Face names, in the training dtype.
+    """Load the weights of a checkpoint into CPU memory, and return them keyed by Hugging Face name.
+
+    The weights have the training dtype, or float32 with ZeRO 3.
 
     Raises:
         CheckpointError: if the weights are missing or cannot be read.
@@ -179,7 +181,9 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Load a checkpoint's weights into CPU memory, and return them keyed by the model's parameter names.
+    """Load the weights of a checkpoint into CPU memory, and return them keyed by the model's parameter name.
+
+    The weights have the training dtype, or float32 with ZeRO 3.
 
     Raises:
         CheckpointError: if the weights are missing or cannot be read.
@@ -244,7 +248,7 @@ def roll_back(
         rate = state.train_config["learning_rate"] / 2
         logger.warning(
             f"on_spike rollback: the run continues without a rollback, because {MAX_ROLLBACKS} rollbacks to "
-            f"{path.name} did not prevent new spikes. To lower the learning rate, stop the run and start it again with "
+            f"{path.name} did not prevent new spikes. To lower the learning rate, stop the run and restart it with "
             f"--resume_from_checkpoint {shlex.quote(str(path))} --learning_rate {rate:g} --{ALLOW_KEY} learning_rate"
         )
         return False

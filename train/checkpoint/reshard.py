@@ -120,7 +120,7 @@ def check(saved: Contents, sizes: dict[str, int], path: Path) -> None:
     if wrong := [name for name in sorted(held.keys() | sizes.keys()) if held.get(name) != sizes.get(name)]:
         name = wrong[0]
         raise CheckpointError(
-            f"{path} was saved by a different model: {len(wrong)} parameters differ. For example, {name} has "
+            f"{path} was saved from a different model: {len(wrong)} parameters differ. For example, {name} has "
             f"{held.get(name, 0)} elements in the checkpoint and {sizes.get(name, 0)} in the model. Choose a "
             "checkpoint of the configured model"
         )

@@ -227,9 +227,9 @@ def resume_state(state: RunState, saved: RunState, path: Path, allow: bool | Ite
     else:
         drawn = ", ".join(f"{name} {each['samples']:,}" for name, each in state.sources.items())
         lines.append(
-            f"the data changed. Each source continues after the samples that were drawn from it ({drawn}). If the "
-            "content of a source, the seed or max_seq_length changed, some texts of the current epoch may be repeated "
-            "or skipped"
+            f"the data changed. Each source continues after the samples already drawn (number of samples: {drawn}). If "
+            "the content of a source, the seed or max_seq_length changed, some texts of the current epoch may be "
+            "repeated or skipped"
         )
     return lines
 
@@ -246,8 +246,8 @@ def allowed_changes(
         allow: value of allow_changes_on_resume: the keys that may change, or True for all keys.
 
     Raises:
-        CheckpointError: if a change is not allowed, or the checkpoint does not contain the samples drawn from each of
-            several data sources.
+        CheckpointError: if a change is not allowed, or the checkpoint does not record the number of samples drawn from
+            each data source.
         ConfigurationError: if max_steps is smaller than the step of the checkpoint.
     """
     if len(saved.data_fingerprint.get("sources", {})) > len(saved.sources):
@@ -332,7 +332,7 @@ def _rescale(samples: int, old_length: int, new_length: int) -> int:
 
 
 def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the configuration key that made the data of a run differ from the data recorded in its checkpoint."""
+    """Return the configuration key that caused a difference between the data of a run and that of its checkpoint."""
     if ".weight" not in difference.key:
         return "data.sources"
     if old["data"]["weights"] != new["data"]["weights"]:

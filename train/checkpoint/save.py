@@ -193,7 +193,7 @@ class Saver:
 
 @dataclass
 class Job:
-    """A single save of a checkpoint. It runs in the save thread after the tensors are copied."""
+    """A single save of a checkpoint. After the tensors are copied, `run` writes the files."""
 
     path: Path
     ranks: Ranks
@@ -230,7 +230,8 @@ class Job:
                     remove_unfinished(self.path)
             ranks.all_gather(None)  # wait for rank 0, because the next save may use the folder
             remedy = (
-                "The error may be temporary. Start the run again, or use run_training.sh, which restarts automatically"
+                "The error may be temporary. Run the same command to resume, or use run_training.sh, which restarts "
+                "automatically"
                 if error.is_transient
                 else "Free disk space, keep fewer checkpoints (save_total_limit), or choose another output_dir"
             )
@@ -407,8 +408,8 @@ class _Pickler(pickle.Pickler):
 class Snapshot:
     """A copy of an object for torch.save, with the tensor data in a host buffer.
 
-    Copies from a GPU are asynchronous: call torch.cuda.synchronize before using them. Without a buffer, the snapshot
-    refers to the original tensors, which must not change until they are written.
+    Copies from a GPU are asynchronous: call torch.cuda.synchronize before using the snapshot. Without a buffer, the
+    snapshot refers to the original tensors, which must not change until they are written.
 
     Like torch.save, a snapshot contains each storage as a whole and only once. The written files are therefore equal,
     byte for byte, with and without a buffer.
@@ -428,7 +429,7 @@ class Snapshot:
             self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
 
     def value(self) -> Any:
-        """Return a copy of the original object that contains the tensors of this snapshot."""
+        """Return a copy of the original object, with each tensor replaced by the copy in this snapshot."""
         self._pickle.seek(0)
         unpickler = pickle.Unpickler(self._pickle)
         unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]

@@ -87,7 +87,7 @@ class ModelArguments:
     )
     variant: Literal[tuple(VARIANTS)] = option(  # type: ignore[valid-type]
         "Model implementation. te_layer (fastest) and te_linear (simplest) use Transformer Engine modules, hf uses the "
-        "transformers library, and torchao adds FP8 from torchao to hf.",
+        "transformers library, and torchao is hf with FP8 layers from torchao.",
         "te_layer",
         resume="structural",
         why="a checkpoint stores weights under the module names of its variant. To change the variant, start a new "
@@ -108,9 +108,9 @@ class ModelArguments:
     # free: it has no effect on a resume
     initialization: Initialization = option(
         'Standard deviations of random initial weights. "normal" uses initializer_range for all matrices, as '
-        'transformers does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if it is tied) and 1 / '
+        'the transformers library does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if tied) and 1 / '
         "sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
-        'down_proj. With "scaled", the model learns faster, and FP8 gradients are more accurate.',
+        'down_proj. With "scaled", the model learns faster and FP8 gradients are more accurate than with "normal".',
         "scaled",
         resume="free",
     )
@@ -204,9 +204,9 @@ class TrainingArguments:
     # upper limit: an update is computed in float32, which overflows at learning rates of about 1e37
     learning_rate: float = option("Peak learning rate, reached at the end of the warmup.", 3e-4, gt=0, le=100)
     lr_scheduler_type: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = option(
-        'Learning rate schedule after the warmup. "cosine" and "linear" decay the learning rate until '
-        'the last step. "warmup_stable_decay" keeps it constant, then decays it linearly over the last '
-        "decay_steps steps.",
+        'Learning rate schedule after the warmup. "cosine" and "linear" decay the learning rate until the last step. '
+        '"constant" keeps the peak learning rate. "warmup_stable_decay" keeps the peak learning rate, then decays it '
+        "linearly over the last decay_steps steps.",
         "cosine",
     )
     warmup_steps: int = option(
@@ -223,11 +223,11 @@ class TrainingArguments:
     )
     embedding_lr_scale: float = option(
         "Factor for the learning rate of the embedding. If model.initialization is scaled, the model learns faster "
-        "with a factor of 100 to 300. Keep 1 if the model ties its embedding to lm_head.",
+        "with a factor of 100 to 300. Keep the default of 1 if the embedding is tied to lm_head.",
         1.0,
         gt=0,
         resume="structural",
-        why="With a factor other than 1, the optimizer state of the embedding is stored separately. To train "
+        why="with a factor other than 1, the optimizer state of the embedding is stored separately. To train "
         "without the factor, start a new run from an export (model.init_from)",
     )
     weight_decay: float = option(
@@ -264,15 +264,15 @@ class TrainingArguments:
         resume="free",
     )
     spike_threshold: float = option(
-        "Distance from the median of recent steps, in standard deviations, above which a loss or gradient norm is "
-        "reported as a spike. If 0, spike detection is disabled.",
+        "A loss or gradient norm is reported as a spike if it exceeds the median of recent steps by more than this "
+        "number of standard deviations. If 0, spike detection is disabled.",
         10.0,
         ge=0,
         resume="free",
     )
     on_spike: Literal["warn", "rollback"] = option(
-        'Action after a spike in the loss or gradient norm. "warn" logs a warning. "rollback" returns to '
-        "the last checkpoint before the spike and skips the samples that led to it.",
+        'Action after a spike in the loss or gradient norm. "warn" only logs the spike. "rollback" also returns to the '
+        "last checkpoint before the spike and skips the samples that led to the spike.",
         "warn",
         resume="free",
     )
@@ -311,7 +311,7 @@ class TrainingArguments:
     )
 
     output_dir: str | None = option(
-        "Output folder of the run. If null, it is output/NAME for a configuration file NAME.json.",
+        "Output folder of the run. If null, output/NAME is used for a configuration file NAME.json.",
         None,
         resume="free",
         min_length=1,
@@ -323,9 +323,9 @@ class TrainingArguments:
         resume="free",
     )
     preflight: bool | None = option(
-        "Whether to run preflight checks before the first step. They compare the software and files of all ranks, "
-        "measure the speed of GPUs and network links, and check the gradient reduction. If null, they run only if the "
-        "ranks are on several nodes.",
+        "Whether to run preflight checks before the first step. The checks compare the software and files of all "
+        "ranks, measure the speed of GPUs and network links, and check the gradient reduction. If null, the checks "
+        "run only if the ranks are on several nodes.",
         None,
         resume="free",
     )
@@ -412,8 +412,8 @@ class TrainingArguments:
         min_length=1,
     )
     allow_changes_on_resume: bool | list[str] = option(
-        "Keys that may differ from the checkpoint, although they affect the computation. If true, all keys that can "
-        "be changed when resuming may differ. Changes are recorded in metrics.jsonl.",
+        "Keys whose values you want to change when the run resumes, although the keys affect the computation. If true, "
+        "every change that a resume supports is allowed. Changes are recorded in metrics.jsonl.",
         False,
         resume="free",
         example=["learning_rate"],
@@ -431,8 +431,8 @@ class TrainingArguments:
     wandb_project: str = option("Name of the wandb project.", "fp8-pretraining", resume="free")
     gradient_checkpointing: bool | Literal["mlp"] = option(
         'Save GPU memory. "mlp" stores the input of SwiGLU in 8 bits for the backward pass and recomputes the output '
-        "of SwiGLU, at little cost in time. It requires model.variant te_layer and precision.recipe delayed. true "
-        "recomputes all activations of each layer.",
+        "of SwiGLU, which takes little time. This setting requires model.variant te_layer and precision.recipe "
+        "delayed. If true, all activations of each layer are recomputed.",
         False,
     )
     deepspeed: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = option(

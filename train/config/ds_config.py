@@ -59,7 +59,7 @@ REPORTS = "tested with several values on two ranks: only DeepSpeed's reports cha
 GATHERS = "tested with several values on two ranks: only the time at which ZeRO 3 gathers weights changes"
 IGNORED = "selects an optimizer implementation and is ignored"
 OFFLOADS = "tested on two ranks, also switched in a resume: results change only by rounding"
-# A resume may change keys that have one of these remarks.
+# The values of keys with one of these remarks may change when a run resumes.
 FREE = (EQUAL, REPORTS, GATHERS, IGNORED, OFFLOADS)
 
 # Maps each supported dotted key to its allowed values and a remark. The remark states how the key was checked, or why
@@ -300,7 +300,7 @@ def _fill(config: dict[str, Any], expected: dict[str, tuple[Any, str]]) -> list[
 
 
 def _layer_freed_early(zero: dict[str, Any], arguments: TrainingArguments) -> str:
-    """Return the name of the decoder layer class that must be added to ZeRO 3's leaf modules, or "".
+    """Return the name of the decoder layer class to add to ZeRO 3's leaf modules, or "" if none is missing.
 
     With gradient checkpointing, ZeRO 3 frees the weights of each module after the recomputed forward pass. However,
     Transformer Engine's backward pass still needs these weights. ZeRO 3 frees the weights of a leaf module only after
@@ -399,7 +399,7 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
 def _fill_sizes(zero: dict[str, Any], hidden: int) -> None:
     """Replace "auto" bucket sizes with values derived from the hidden size.
 
-    The sizes are in elements. transformers uses the same values.
+    The sizes are in elements. The transformers library uses the same values.
     """
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     if autos := [key for key in keys if zero.get(key) == "auto"]:

@@ -201,9 +201,9 @@ def load_deepspeed(value: str | dict[str, Any] | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files that a run reads in addition to its arguments.
+    """Model configuration and data of a run, which are opened once at startup.
 
-    The run uses these objects until its end, even if the user edits a file meanwhile.
+    The run uses these objects until it ends, even if the user edits a file during the run.
     """
 
     config: MistralConfig  # model configuration
@@ -429,7 +429,7 @@ def _problem(given: Any, place: Place, kind: str) -> str:
     for step in place:
         given = given[step]
     if given == "nvfp4":
-        expected += ". NVFP4 is not supported, because the kernels and tests of this project are for 8 bits"
+        expected += ". NVFP4 is not supported, because the kernels and tests of this project support only 8-bit formats"
     return f"{name}: {to_json_text(given)} is not a valid value; {expected}"
 
 
@@ -463,7 +463,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         (
             args.optim != "muon" and args.muon_momentum != type(args).muon_momentum,
             "optim muon_momentum",
-            "muon_momentum has an effect only with optim muon; remove muon_momentum",
+            "muon_momentum has an effect only with optim muon; remove muon_momentum, or set optim to muon",
         ),
         (
             args.embedding_lr_scale != 1 and args.model.init_from is not None,
@@ -479,7 +479,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         (
             args.profile_steps is not None and args.profile_steps[0] > args.profile_steps[-1],
             "profile_steps",
-            "the first step is after the last step; swap them",
+            "the first step is after the last step; swap the two numbers",
         ),
         (
             args.push_to_hub and not HUB_ID.fullmatch(args.hub_model_id or ""),
@@ -536,7 +536,7 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             (
                 (getattr(args, key) or 0) * args.max_seq_length % fp8_rows,
                 f"{key} max_seq_length precision.compute",
-                f"FP8 needs batch size x sequence length divisible by {fp8_rows}; change either size",
+                f"in FP8, batch size x sequence length must be divisible by {fp8_rows}; change one of the two sizes",
             )
             for key in ("per_device_train_batch_size", "per_device_eval_batch_size")
         ),
@@ -582,8 +582,8 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
         world_size: The number of ranks.
 
     Raises:
-        ConfigurationError: The batch size is not divisible, two keys contradict each other, or a phase of
-            precision.schedule has no step.
+        ConfigurationError: train_batch_size_tokens is not a multiple of the tokens in a micro-batch of all ranks or
+            contradicts gradient_accumulation_steps, or a phase of precision.schedule has no step.
     """
     out = copy.deepcopy(arguments)
     micro_batch, length = arguments.per_device_train_batch_size, arguments.max_seq_length

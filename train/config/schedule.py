@@ -73,7 +73,7 @@ def describe_phase(section: PrecisionConfig, number: int) -> str:
 def _end_step(
     phase: PrecisionPhase, args: TrainingArguments, max_steps: int, step: int = 0, tokens: int = 0
 ) -> int:
-    """Return the step at which a phase of precision.schedule ends. If it has already ended, return at most `step`.
+    """Return the step at which a phase of precision.schedule ends. For a completed phase, return at most `step`.
 
     Args:
         phase: Any phase except the last one, which has no end.

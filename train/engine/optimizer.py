@@ -40,12 +40,13 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return the parameter groups for the optimizer.
 
-    AdamW has two groups. Matrices, including embeddings, have weight decay. Vectors (norms and biases) do not. With an
-    `embedding_lr_scale` other than 1, the embedding is in a group of its own, which comes last. With `optim` "muon",
-    the matrices of the decoder layers are in additional groups, which come first, one for each number of columns.
+    AdamW has two groups: matrices, including embeddings, with weight decay, and vectors (norms and biases) without
+    weight decay. With an `embedding_lr_scale` other than 1, the embedding is in a separate group, which comes last.
+    With `optim` "muon", the matrices of the decoder layers are in additional groups, which come first. There is one
+    such group for each number of columns.
 
-    The learning rate of a group is multiplied by its `lr_scale`, if it has one. Its weight decay is divided by it,
-    because the optimizer multiplies the weight decay by the learning rate of the group.
+    If a group has an `lr_scale`, the learning rate of the group is multiplied by this factor. The weight decay is
+    divided by the same factor, because the optimizer multiplies the weight decay by the learning rate of the group.
 
     Parameters are grouped by shape and position in the model, not by name. Fused weights thus decay like their parts. A
     tied weight appears once. Parameters without a gradient and empty groups are omitted.
@@ -103,7 +104,8 @@ def build_optimizer(
     `zero_allow_untested_optimizer`.
 
     Args:
-        offloads: Whether AdamW runs on the CPU, where its fused kernel reads and writes the states only once.
+        offloads: Whether AdamW runs on the CPU. The fused kernel is then used, which reads and writes the states only
+            once.
     """
     groups = parameter_groups(model, arguments.weight_decay, arguments.optim, arguments.embedding_lr_scale)
     adamw = {
@@ -134,7 +136,8 @@ def orthogonalize_each_matrix(engine: Any) -> None:
     Therefore, call this function before the first step of an engine. Checkpoints still contain the fused parameters.
 
     An update launches about a hundred kernels. Neighboring matrices of the same shape in a parameter therefore share
-    one update. On a GPU, a CUDA graph launches the updates of a parameter, and parameters of the same shape share it.
+    one update. On a GPU, a CUDA graph launches the updates of a parameter, and parameters of the same shape share
+    this graph.
     """
     matrices = [
         (parameter_name(engine, p), full_shape(p), engine.module.config) for p in muon_matrices(engine)
@@ -180,7 +183,7 @@ def orthogonalize_flat_gradients(engine: Any) -> None:
 
 
 def _orthogonalize(part: MatrixPart, state: dict[str, Any], beta: float) -> None:
-    """Replace this rank's part of a gradient by Muon's update, and update its momentum.
+    """Replace this rank's part of a gradient with Muon's update, and update the momentum of this part.
 
     Collective if the matrix is split: all ranks must call this function.
     """
@@ -208,7 +211,10 @@ def _update_parts(
 ) -> torch.Tensor:
     """Update the momentum in place, and return Muon's update of a parameter.
 
-    rows: for each matrix in the parameter, its number of rows. Neighboring matrices of the same shape form a batch.
+    Neighboring matrices of the same shape form a batch.
+
+    Args:
+        rows: number of rows of each matrix in the parameter.
     """
     updates, first = [], 0
     for size, same in itertools.groupby(rows):
@@ -224,7 +230,7 @@ class _CapturedUpdate:
     """CUDA graph of Muon's update for parameters of the same shape.
 
     Each graph keeps float32 copies of a gradient and a momentum, and the temporary tensors of an update. Each replay
-    overwrites the result of the previous one. DeepSpeed copies a result before it asks for the next.
+    overwrites the result of the previous replay. DeepSpeed copies each result before it requests the next one.
     """
 
     def __init__(self, update: Callable[..., torch.Tensor], gradient: torch.Tensor, momentum: torch.Tensor):

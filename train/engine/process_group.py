@@ -62,7 +62,8 @@ def call_on_all_ranks(make: Callable[[], T]) -> T:
     Collective: all ranks must call this function.
 
     If `make` raises a UserError or OSError on some ranks, every rank raises an error, so that no rank waits for the
-    others: its own error, or the first one of another rank. `make` must not raise other errors.
+    others. A rank on which `make` succeeded raises the error of the lowest failed rank. `make` must not raise other
+    errors.
     """
     made: Any = None
     error: UserError | OSError | None = None
@@ -188,7 +189,8 @@ def wait_for_ranks(environment: Mapping[str, str] = os.environ) -> dist.TCPStore
     accelerate, this function does nothing, because their agents wait for each other.
 
     Returns:
-        The TCPStore at MASTER_PORT, or None on a single node. Keep a reference until the process group is initialized.
+        The TCPStore at MASTER_PORT, or None if there is no need to wait. Keep a reference to the store until the
+        process group is initialized.
 
     Raises:
         ConnectionError: See `init_distributed`.

@@ -205,7 +205,7 @@ class WeightGather:
         return AllGatherHandle(work, parameter)
 
     def _read(self, weight: _Weight, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the codes and the inverse scale of a gathered weight, or None if it was gathered in bf16."""
+        """Return the FP8 bytes and the inverse scale of a gathered weight, or None if it was gathered in bf16."""
         if gathered.stride() != PACKED:
             return None
         packed = gathered.detach().as_strided((gathered.numel() // 2,), (1,))

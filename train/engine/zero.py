@@ -41,7 +41,7 @@ from train.engine.packed_adamw import MOMENTS, PackedAdamW
 
 
 def enum_member(enum: type[Enum], name: str) -> Enum:
-    """Return the member `name` of an enum, in place of getattr in pickled enum members.
+    """Return the member `name` of an enum. This function replaces getattr when pickled enum members are loaded.
 
     Early releases of Python 3.11, such as 3.11.2 of Debian 12, pickle a member as a call of getattr, which is not safe
     to allow when loading a file.
@@ -92,7 +92,7 @@ MOMENTUM: tuple[str, ...] = ("momentum_buffer",)
 class Master:
     """A tensor that AdamW or Muon updates, and the model parameters that it represents.
 
-    Its moments are in `base_optimizer(engine).state[tensor]`. Without ZeRO, the tensor has the shape of its single
+    The moments are in `base_optimizer(engine).state[tensor]`. Without ZeRO, the tensor has the shape of its single
     parameter. With ZeRO, the tensor is 1-D and contains this rank's part of `parameters`. See `zero12_partition` (ZeRO
     1 and 2) and `zero3_partition` (ZeRO 3) in train/checkpoint/reshard.py.
     """
@@ -129,7 +129,8 @@ def masters(engine: Any) -> Iterator[Master]:
 def edit_masters(engine: Any) -> Iterator[None]:
     """Allow edits to the optimizer's master weights (`masters`) inside a `with` block.
 
-    Collective: all ranks must enter it. On exit, the master weights are rounded and copied into the model weights.
+    Collective: all ranks must enter the block. On exit, the master weights are rounded and copied into the model
+    weights.
     """
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
@@ -381,7 +382,8 @@ def skip_non_finite_steps(engine: Any) -> None:
 def drop_skipped_gradients(engine: Any) -> None:
     """Make ZeRO 2 with offloading drop the accumulated gradients of a skipped step.
 
-    Otherwise, DeepSpeed adds the gradients of the next step to them. They are not finite, so it would skip every step.
+    DeepSpeed keeps the gradients of a skipped step, and adds the gradients of the next step to them. The sum would not
+    be finite either, so DeepSpeed would skip every later step.
     """
     optimizer = engine.optimizer
     if not getattr(optimizer, "cpu_offload", False):

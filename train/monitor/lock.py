@@ -1,10 +1,10 @@
 """Allow only one run at a time in an output_dir, with the lock file `run.lock`.
 
-The file identifies the run that holds the lock. This run rewrites the file every HEARTBEAT_INTERVAL_S seconds. A second
-run on the same host checks the process of the holder. The second run is refused while that process exists. Otherwise it
-takes over the lock immediately. A second run on another host watches the file. It is refused if the file changes, and
-takes over the lock after LEASE_S seconds without a change. A run that has lost its lock exits at its next write. This
-happens if the run was suspended, or if two runs took over the lock at the same time.
+The file identifies the run that holds the lock. The holder rewrites the file every HEARTBEAT_INTERVAL_S seconds. A
+second run on the same host checks the process of the holder. The second run is refused while that process exists.
+Otherwise, it takes over the lock immediately. A second run on another host watches the file. It is refused if the file
+changes, and takes over the lock after LEASE_S seconds without a change. A run that has lost its lock exits at its
+next write. A run can lose its lock if it was suspended, or if two runs took over the lock at the same time.
 
 Operating system locks are not used, because a network file system may not support them or may not share them between
 hosts. The file is written in place, so that no host reads an older version.
@@ -160,7 +160,7 @@ class Lock:
 
 
 def read_holder(path: Path) -> dict[str, Any]:
-    """Return the record of the lock holder in the file `path`, or {} if it is missing, damaged or being written."""
+    """Return the record of the lock holder in the file `path`, or {} if no complete record exists."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -168,7 +168,7 @@ def read_holder(path: Path) -> dict[str, Any]:
 
 
 def is_local(holder: dict[str, Any]) -> bool:
-    """Return whether the lock holder runs on this host, so that this process can look up its process id."""
+    """Return whether the lock holder runs on this host, where its process id can be checked."""
     return bool(machine()) and holder.get("machine") == machine()
 
 

@@ -32,7 +32,7 @@ def check_replicas(engine: Any, precision: Precision, step: int) -> None:
     Rank 0 broadcasts one tensor at a time, so the check needs memory for a copy of the largest tensor.
 
     Args:
-        step: Number of the last step, for the error message.
+        step: The last completed step, for the error message.
 
     Raises:
         ReplicaError: A tensor differs. Raised on every rank.

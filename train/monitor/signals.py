@@ -64,7 +64,7 @@ class Stopped(Exception):
 
 
 class Interrupted(SystemExit):
-    """An exception raised on a signal outside of training.
+    """An exception raised when a stop signal arrives outside of training.
 
     The class derives from SystemExit, so `except Exception` does not catch it and no traceback is printed.
     """

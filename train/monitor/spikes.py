@@ -91,7 +91,7 @@ class Health:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-serializable values.
 
-        Call `find_spikes` first. Steps that it has not examined yet are not part of the state.
+        Call `find_spikes` first. Steps that `find_spikes` has not examined yet are not part of the state.
         """
         return {
             "skipped_in_a_row": self.skipped_in_a_row,

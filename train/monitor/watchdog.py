@@ -51,7 +51,7 @@ class Watchdog:
         folder: Folder for the stack traces and the flight recorder. If None, no files are written.
 
     Attributes:
-        limit_s: The current timeout in seconds, which is longer until the first step is done.
+        limit_s: The current timeout in seconds. Until the first step is done, it is at least FIRST_STEP_S.
     """
 
     def __init__(self, timeout_s: float, folder: Path | None = None):
@@ -207,9 +207,9 @@ def find_ranks_at_fault(found: dict[int, dict[str, Any]], world: int) -> list[in
 def hang_message(
     found: dict[int, dict[str, Any]], blamed: list[int], world: int, limit_s: float, folder: Path | None
 ) -> str:
-    """Return the error message about a hang, which names the ranks at fault and what each of them is doing.
+    """Return the error message about a hang, with the current activity of each rank at fault.
 
-    It also names the files that the ranks write to `folder`.
+    If the ranks at fault are unknown, all ranks are listed. The message also names the files written to `folder`.
     """
     places = {
         rank: f"rank {rank} on {sent['host']}: {sent['doing']}; {sent['at']}" for rank, sent in found.items()
