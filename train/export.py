@@ -159,7 +159,8 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
 def _add_older_rope_keys(file: Path) -> None:
     """Add rope_theta and rope_scaling to a config.json, with the values of rope_parameters.
 
-    transformers 4 and converters to GGUF read only these keys. Without them, they use rope_theta 10000 and no scaling.
+    transformers 4 and converters to GGUF read only these two keys. If the keys were missing, these programs would use
+    rope_theta 10000 and no scaling.
     """
     values = json.loads(file.read_text(encoding="utf-8"))
     scaling = dict(values["rope_parameters"])

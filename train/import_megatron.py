@@ -220,7 +220,9 @@ class Framing:
     counts: Counter[str] = field(default_factory=Counter)
 
     def frame(self, tokens: np.ndarray, ends: np.ndarray, bin_path: Path) -> list[np.ndarray]:
-        """Split a block into documents, and add missing BOS and EOS tokens. Skip documents that have only BOS or EOS.
+        """Split a block into documents, and add missing BOS and EOS tokens.
+
+        Documents that contain only BOS and EOS are skipped.
 
         Args:
             tokens, ends: a block from `read_documents`.

@@ -331,7 +331,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             "multi-node runs require --master_addr and --master_port; pass the same values on every node"
         )
     if options.node_rank >= options.nnodes:
-        parser.error(f"--node_rank is {options.node_rank}, but must be less than --nnodes ({options.nnodes})")
+        parser.error(
+            f"--node_rank is {options.node_rank}, but it must be less than --nnodes ({options.nnodes})"
+        )
     if options.nnodes == 1:
         check_only_node()
     return options

@@ -195,8 +195,8 @@ def build_phase(run: Run, state: RunState, checkpoint: Path | None, watchdog: Wa
     Collective: all ranks must call this function.
 
     Args:
-        state: The run state at this position. The field `precision` is updated.
-        checkpoint: The checkpoint at this position, or None for a new run.
+        state: The run state before the next step. The field `precision` is updated.
+        checkpoint: The checkpoint with this run state, or None for a new run.
         watchdog: Watchdog that ends the run if a startup step hangs.
     """
     number = phase_at(run.args, state.step, state.consumed_tokens)
@@ -416,7 +416,7 @@ def calibrate_scales(
             else 'Set model.initialization to "scaled"'
         )
         logger.warning(
-            f"{found}. If they differ by more than {MAX_GRADIENT_ERROR:.0%}, the model may train worse than in bf16. "
+            f"{found}, which is more than {MAX_GRADIENT_ERROR:.0%}. The model may train worse than in bf16. "
             f"{remedy}"
         )
     return error

@@ -99,7 +99,7 @@ def export_torch_variables(environment: MutableMapping[str, str] = os.environ) -
         _check_absent(
             OTHER_LAUNCHERS,
             environment,
-            f"several processes were started, but RANK is not set. {LAUNCH_HINT} To train with one process",
+            f"several processes were started, but RANK is not set. {LAUNCH_HINT}",
             "task_not_described",
         )
         return
@@ -136,7 +136,7 @@ def check_only_node(environment: Mapping[str, str] = os.environ) -> None:
         environment,
         "this command was started on several nodes, which would train separate models. Set NNODES, NODE_RANK and "
         "MASTER_ADDR for run_training.sh (in most pods: NNODES=$WORLD_SIZE NODE_RANK=$RANK), or pass --nnodes, "
-        "--node_rank, --master_addr and --master_port to train/launch.py. To train on this node only",
+        "--node_rank, --master_addr and --master_port to train/launch.py.",
         "node_not_described",
     )
 
@@ -200,7 +200,9 @@ def _check_absent(smallest: Mapping[str, int], environment: Mapping[str, str], t
     if found := [name for name, least in smallest.items() if numbers[name] >= least]:
         values = ", ".join(f"{name}={environment[name]}" for name in found)
         raise LauncherError(
-            f"according to {values}, {text}, unset {', '.join(found)}", code=code, key=found[0]
+            f"according to {values}, {text} If this is not the case, unset {', '.join(found)}",
+            code=code,
+            key=found[0],
         )
 
 

@@ -229,7 +229,7 @@ def describe_change(
 
 
 def export_last(args: TrainingArguments, folder: RunFolder, checkpoint: Path | None) -> None:
-    """Export the last checkpoint to hf/, unless it is None or already exported. Call on rank 0 only."""
+    """Export the last checkpoint to hf/, unless there is none or it is already exported. Call on rank 0 only."""
     if checkpoint is not None and folder.exported()[1] != identity(checkpoint):
         logger.info(
             f"training is complete; exporting {checkpoint}. If the export fails, run the same "
@@ -352,7 +352,7 @@ def describe_run(run: Run, state: RunState) -> None:
 
 
 def predict(run: Run, phase: Phase) -> dict[str, Any] | None:
-    """Predict the memory and speed of a phase, and log them. Return None if they cannot be predicted."""
+    """Predict and log the memory and speed of a phase. Return the predicted values, or None without a prediction."""
     setting = Setting.from_run(phase.args, run.ds_config, run.config, dist.get_world_size())
     if not (torch.cuda.is_available() and setting.is_planned):
         return None

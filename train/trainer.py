@@ -79,7 +79,7 @@ class Trainer:
     Collective: all ranks must build a Trainer and call its methods at the same points.
 
     Args:
-        state: The position of the run, which the Trainer updates in place.
+        state: The run state, which the Trainer updates in place.
         metrics: Logger for the metrics of the whole run.
         stop_vote: Vote by which all ranks agree on whether to stop.
     """
@@ -530,8 +530,8 @@ def held_out_losses(
 ) -> dict[str, float] | None:
     """Return the mean loss of each held-out set in nats per token, keyed by loss name.
 
-    The loss of a set with several sources is the mean over the tokens of all sources. The mean over the tokens of one
-    source is added as NAME/SOURCE.
+    The loss of a set with several sources is the mean over the tokens of all sources. For such a set, the mean
+    over the tokens of each source is added as NAME/SOURCE.
 
     Collective: all ranks must call this function.
 

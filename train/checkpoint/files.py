@@ -43,7 +43,7 @@ FOLDER = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointError(UserError):
-    """Error raised if a checkpoint cannot be used. The message contains the path and what to do."""
+    """Error raised if a checkpoint cannot be used. The message names the path and explains what to do."""
 
     code = "checkpoint"
 
@@ -262,7 +262,7 @@ def record_rollback(path: Path, ranges: list[list[int]]) -> None:
 
 
 def identity(path: Path) -> str:
-    """Return the SHA-256 of the manifest of the checkpoint `path`, which identifies the content of all its files."""
+    """Return the SHA-256 of the manifest of the checkpoint `path`, which identifies the content of the checkpoint."""
     return sha256_file(path / MANIFEST)
 
 

@@ -67,7 +67,9 @@ KEPT_FIELDS = (
 
 
 def choose_checkpoint(root: Path, setting: str) -> Path | None:
-    """Choose and verify the checkpoint to resume from. Collective: all ranks must call this function. Rank 0 chooses.
+    """Choose and verify the checkpoint to resume from on rank 0, and return its path on all ranks.
+
+    Collective: all ranks must call this function.
 
     Args:
         root: checkpoints folder of the run.
@@ -181,7 +183,7 @@ def read_hf_weights(path: Path, model_config: Any) -> dict[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Load the weights of a checkpoint into CPU memory, and return them keyed by the model's parameter name.
+    """Load the weights of a checkpoint into CPU memory, and return them keyed by parameter name.
 
     The weights have the training dtype, or float32 with ZeRO 3.
 

@@ -332,7 +332,7 @@ def _rescale(samples: int, old_length: int, new_length: int) -> int:
 
 
 def _data_key(difference: Difference, old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Return the configuration key that caused a difference between the data of a run and that of its checkpoint."""
+    """Return the configuration key that explains a difference in the data between a run and its checkpoint."""
     if ".weight" not in difference.key:
         return "data.sources"
     if old["data"]["weights"] != new["data"]["weights"]:

@@ -208,7 +208,7 @@ class Job:
     waited_s: float = 0.0  # part of `seconds` during which training waited
 
     def run(self) -> None:
-        """Write the checkpoint. If this fails, store the error in `failure` instead of raising it."""
+        """Write the checkpoint. If an error occurs, store it in `failure` instead of raising it."""
         try:
             self._save()
         except BaseException as error:  # `finish` raises it in the main thread
@@ -333,8 +333,8 @@ def write_tensors(path: Path, value: Any) -> dict[str, Any]:
 class HostBuffer:
     """A host memory buffer that is allocated on first use, and reused while the size does not change.
 
-    The memory is not allocated by torch. torch's pinned memory allocator rounds sizes up to a power of two, and
-    torch.save writes the whole storage of a tensor even if the tensor is only a part of the storage.
+    The memory is not allocated by torch, because torch's pinned memory allocator rounds sizes up to a power of two.
+    torch.save would then write the whole storage of a tensor, including the unused part.
     """
 
     def __init__(self) -> None:
@@ -378,7 +378,7 @@ class HostBuffer:
         )
 
     def part(self, offset: int, size: int) -> torch.Tensor:
-        """Return a uint8 tensor of `size` elements that has its own storage and uses the buffer from byte `offset`."""
+        """Return `size` bytes of the buffer, starting at byte `offset`, as a uint8 tensor with a separate storage."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         assert self._memory is not None
@@ -429,7 +429,7 @@ class Snapshot:
             self.tensors = [_over(copies[t.untyped_storage()._cdata], t) for t in self.tensors]
 
     def value(self) -> Any:
-        """Return a copy of the original object, with each tensor replaced by the copy in this snapshot."""
+        """Return a copy of the original object, with each tensor replaced by the tensor of this snapshot."""
         self._pickle.seek(0)
         unpickler = pickle.Unpickler(self._pickle)
         unpickler.persistent_load = self.tensors.__getitem__  # type: ignore[method-assign]

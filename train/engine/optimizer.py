@@ -161,7 +161,7 @@ def orthogonalize_each_matrix(engine: Any) -> None:
 
 
 def orthogonalize_flat_gradients(engine: Any) -> None:
-    """Make Muon orthogonalize whole matrices with ZeRO 2, which stores its weights and gradients in flat tensors.
+    """Make Muon orthogonalize whole matrices with ZeRO 2, which stores weights and gradients in flat tensors.
 
     Without this function, Muon would use flat gradients as updates without orthogonalizing them. Gradients are already
     reduced and clipped at this point. Ranks that share a matrix exchange their parts, and each computes the whole

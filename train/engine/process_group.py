@@ -42,7 +42,7 @@ def call_on_rank_0(make: Callable[[], T]) -> T:
 
     Collective: all ranks must call this function.
 
-    If `make` raises a UserError or OSError, every rank raises it. `make` must not raise other errors.
+    If `make` raises a UserError or OSError, every rank raises this error. `make` must not raise other errors.
     """
     made: list[Any] = [None, None]
     if dist.get_rank() == 0:

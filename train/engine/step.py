@@ -237,8 +237,9 @@ class SkipDecision:
 class MainGrads:
     """Fused gradient accumulation: Transformer Engine's weight-gradient GEMMs add directly to float32 gradients.
 
-    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. It adds
-    the bf16 `.grad` after each backward pass, which costs 24 bytes of memory traffic per parameter and micro-batch.
+    DeepSpeed's BF16_Optimizer (ZeRO 1 with float32 accumulation) keeps a float32 gradient of every parameter. The
+    optimizer adds the bf16 `.grad` to this gradient after each backward pass, which costs 24 bytes of memory traffic
+    per parameter and micro-batch.
     With fused accumulation, the GEMM itself adds in float32 without rounding to bf16, and `.grad` stays None.
 
     If the optimizer has no float32 gradients, or `is_wanted` is False, `buffers` is empty and nothing changes.
@@ -263,7 +264,7 @@ class MainGrads:
             module.fuse_wgrad_accumulation = on  # type: ignore[assignment]
 
     def mark(self) -> None:
-        """Mark the float32 buffers as containing gradients, because DeepSpeed on one rank ignores unmarked buffers."""
+        """Mark the float32 buffers as filled. With a single rank, DeepSpeed ignores buffers that are not marked."""
         for buffer in self.buffers if self.is_on else ():
             buffer.mark()
 

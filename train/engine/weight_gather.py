@@ -134,9 +134,9 @@ class WeightGather:
 
     @torch.no_grad()
     def quantize(self) -> None:
-        """Quantize this rank's part of each weight, and add the amaxes of the weights to the FP8 state.
+        """Quantize this rank's part of each weight, and update the amaxes of the weights in the FP8 state.
 
-        Collective: all ranks must call this method. It runs one all-reduce.
+        Collective: all ranks must call this method, which runs one all-reduce.
         """
         if not self.weights:
             return

@@ -205,7 +205,8 @@ def undo_initial_step(engine: Any) -> None:
     """Undo the step that DeepSpeed runs to allocate the optimizer state (DeepSpeed #5151, #5104).
 
     Without ZeRO, in bf16, DeepSpeed allocates AdamW's state by running a step with zero gradients. That step decays the
-    weights and advances the bias correction, so the first real step would be 27 % too small.
+    weights and advances the bias correction, so the first real step would be too small (by 27 % with the default
+    adam_beta1 of 0.9 and adam_beta2 of 0.95).
     """
     if engine.zero_optimization_stage() or base_optimizer(engine) is engine.optimizer:
         return  # with ZeRO or in float32 there is no such step
@@ -410,7 +411,7 @@ class GradientBuffer:
     index: int
 
     def mark(self) -> None:
-        """Mark the gradient as present, because DeepSpeed's norm on one rank skips parameters without a gradient."""
+        """Mark the gradient as present. With a single rank, DeepSpeed's gradient norm ignores unmarked gradients."""
         self.optimizer.fp32_groups_has_gradients[self.group][self.index] = True
 
 

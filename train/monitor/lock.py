@@ -168,7 +168,7 @@ def read_holder(path: Path) -> dict[str, Any]:
 
 
 def is_local(holder: dict[str, Any]) -> bool:
-    """Return whether the lock holder runs on this host, where its process id can be checked."""
+    """Return whether the lock holder runs on this host, so that its process can be checked."""
     return bool(machine()) and holder.get("machine") == machine()
 
 

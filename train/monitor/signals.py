@@ -89,7 +89,7 @@ def _record(number: int, frame: FrameType | None) -> None:
     """Handle a stop signal by recording it. A second Ctrl-C terminates the rank immediately.
 
     Raises:
-        Interrupted: The signal came outside of training.
+        Interrupted: The signal arrived outside of training.
     """
     name = signal.Signals(number).name
     # torchrun sends each SIGINT to its ranks a second time
