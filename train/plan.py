@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
     if not (p := planned.configured).fits:
         raise PlanError(
             f"the configuration needs {p.needed_gib:,.1f} GiB per GPU, but {p.gpu.name} has "
-            f"{p.gpu.memory_gib:.1f} GiB. Pass the options of a setting that the plan recommends"
+            f"{p.gpu.memory_gib:.1f} GiB. Pass the options of a recommended setting, or use more GPUs"
         )
 
 

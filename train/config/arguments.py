@@ -292,7 +292,7 @@ class TrainingArguments:
 
     hang_timeout_s: float = option(
         "Time limit in seconds for a training step, an evaluation batch or a save. If a rank exceeds the limit, the "
-        "run stops and names the hanging rank. The limit for the first step and for each phase of startup and "
+        "run stops and names the hanging rank. The limit for the first step and for each part of startup and "
         "shutdown is at least 1800 seconds. If 0, there is no limit.",
         1800.0,
         ge=0,

@@ -1,6 +1,6 @@
 """End a run in which a rank hangs, and report which rank hangs and where.
 
-The ranks synchronize at least once per step (signals.StopVote), between the phases of the startup, and before the
+The ranks synchronize at least once per step (signals.StopVote), between the parts of startup, and before the
 export (Watchdog.phase). A thread on each rank measures the time since the last synchronization. After the timeout, each
 rank sends its position to the other ranks through the store of the process group, reports the ranks at fault, and
 exits. The launcher terminates the remaining processes.
@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 HUNG = 1  # like any crash: a restart from the last checkpoint may succeed
-# Timeout of the first step and of the startup phases, which compile kernels, capture graphs and connect NCCL.
+# Timeout of the first step and of each part of startup, which compile kernels, capture graphs and connect NCCL.
 FIRST_STEP_S = 1800.0
 GATHER_S = 3.0  # how long to wait for the positions of the other ranks, and for the files of this rank
 # Endings of file paths. A rank with a stack frame in one of these files is waiting for other ranks.
@@ -73,10 +73,10 @@ class Watchdog:
             self._thread.join()
 
     def phase(self, name: str) -> None:
-        """Wait for all ranks, then begin a phase with a new timeout.
+        """Wait for all ranks, then restart the timeout for the next part of startup or shutdown.
 
         Args:
-            name: Name of the phase for reports, such as "opening the output folder".
+            name: What the ranks do in this part, for hang reports, such as "opening the output folder".
         """
         self.set_position(f"waiting for all ranks before {name}")
         dist.barrier()
