@@ -58,7 +58,7 @@ class Timing:
 
 
 class Step:
-    """Decoding step for a fixed number of rows. A CUDA graph can replay it because all tensors keep their addresses."""
+    """Decoding step for a fixed number of rows. All tensors keep their addresses, so a CUDA graph can replay the step."""
 
     def __init__(self, forward: Forward, rows: int, sampling: Sampling):
         device, S = forward.weights.device, forward.cache.max_length
@@ -286,19 +286,20 @@ class Engine:
         """
         if not 0 < len(rows) <= self.batch_size:
             raise InferenceError(
-                f"the batch has {len(rows)} rows, but must have 1 to {self.batch_size} (the batch_size of the engine)",
+                f"the batch has {len(rows)} rows, but the engine was created for 1 to {self.batch_size} rows; change "
+                "the number of prompts, or the engine's batch_size",
                 code="row_count",
                 key="batch_size",
             )
         for index, ids in enumerate(rows):
             if not 0 < len(ids) < self.max_length:
-                raise InferenceError(
-                    f"row {index} has {len(ids)} tokens, but a prompt must have 1 to {self.max_length - 1} tokens, "
-                    f"because max_length ({self.max_length}) includes the generated tokens; shorten the prompt or "
-                    "increase max_length",
-                    code="row_length",
-                    key=f"row {index}",
+                problem = (
+                    f"{len(ids)} tokens, but max_length ({self.max_length}) must also leave room for generated tokens; "
+                    f"shorten the prompt to at most {self.max_length - 1} tokens, or increase max_length"
+                    if len(ids)
+                    else "no tokens; pass a prompt with at least one token, such as BOS"
                 )
+                raise InferenceError(f"row {index} has {problem}", code="row_length", key=f"row {index}")
         return Generation(self, rows, sampling, seeds, max_new_tokens)
 
     def step(self, rows: int, sampling: Sampling) -> Step:

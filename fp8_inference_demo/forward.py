@@ -46,7 +46,7 @@ class Cache:
 def choose_operations(weights: Weights) -> ModuleType:
     """Return the module with the operations for the forward pass.
 
-    It is `kernels` for bf16 or FP8 on a Hopper or later GPU, and `reference` otherwise.
+    The result is `kernels` for bf16 or FP8 on a Hopper or later GPU, and `reference` otherwise.
     """
     if weights.device.type != "cuda" or weights.dtype == torch.float32:
         return reference

@@ -51,7 +51,8 @@ def find_model_folder(given: Path) -> Path:
     if given.name.startswith("step-") or (given / "checkpoints").is_dir():
         command = shlex.join(["python", "train/export.py", str(given), f"{given}-hf"])
         raise InferenceError(
-            f"--model {given}: the checkpoint has not been exported. Run {command}, then pass --model {given}-hf.",
+            f"--model {given} contains no exported model. To export the checkpoint, run {command}. Then pass --model "
+            f"{given}-hf.",
             code="not_exported",
             key=str(given),
         )

@@ -159,6 +159,6 @@ class Sampler:
 def _weights(scores: Tensor) -> Tensor:
     """Return exp(scores) in units of 2**-32 as int64.
 
-    These are the probabilities relative to that of a token with score 0.
+    These are the probabilities relative to the probability of a token with score 0.
     """
     return (scores.exp() * WEIGHT_ONE).long()

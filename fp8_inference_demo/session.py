@@ -129,10 +129,11 @@ class Session:
         """
         max_tokens = max_tokens or self.max_length(self.config.max_position_embeddings)
         if len(ids) >= max_tokens:
+            most = self.config.max_position_embeddings
+            longer = f", or increase --max_length (maximum {most})" if max_tokens < most else ""
             raise InferenceError(
                 f"{name} has {len(ids)} tokens, but the prompt and the generated tokens together must fit in a "
-                f"context of {max_tokens} tokens. Use a shorter prompt, or increase --max_length (maximum "
-                f"{self.config.max_position_embeddings}).",
+                f"context of {max_tokens} tokens. Use a shorter prompt{longer}.",
                 code="prompt_too_long",
                 key=name,
             )
@@ -160,9 +161,9 @@ class Session:
         requests: Sequence[Request],
         on_text: Callable[[Sequence[Completion]], None] | None = None,
     ) -> tuple[list[Completion], Generation]:
-        """Complete one batch of requests and add its time to the total.
+        """Complete one batch of requests, and add the time of the batch to `timing`.
 
-        Return the completions, and the batch's `Generation` with its timing.
+        Return the completions, and the `Generation` of the batch.
 
         on_text: called with the completions so far after each token, and at the end.
 
@@ -315,7 +316,7 @@ def complete_file(session: Session, prompts: Path, path: Path) -> None:
     with the additional key "choices": a list with one {"text", "finish_reason", "tokens"} per sample. The whole file is
     checked before the model is loaded.
 
-    If a batch fails, the file keeps the lines of all earlier batches.
+    If a batch fails, `path` keeps the lines of all earlier batches.
 
     Raises:
         InferenceError: a prompt is invalid or `path` exists (raised before the model is loaded), or the model computed

@@ -52,7 +52,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def encode(tokenizer: Any, prompt: str, vocab_size: int) -> list[int]:
-    """Return the token ids of a prompt. They start with BOS, like each training document.
+    """Return the token ids of a prompt, starting with BOS if the tokenizer has BOS, as in each training document.
 
     Raises InferenceError if the prompt has no tokens, or if a token id exceeds the model's vocabulary.
     """
@@ -99,7 +99,7 @@ class TextStream:
         self.start, self.done = 0, len(self.ids)
 
     def rest(self) -> str:
-        """Return the remaining text after the last piece, even if its last character is incomplete."""
+        """Return the remaining text after the last piece, including an incomplete last character."""
         before, now = (
             self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for ids in (self.ids[self.start : self.done], self.ids[self.start :])
@@ -110,7 +110,7 @@ class TextStream:
         self.ids.append(token)
 
     def piece(self) -> str:
-        """Return the text completed since the last call, or "" if its last character is still incomplete."""
+        """Return the new text since the last piece, or "" if the last character of the text is still incomplete."""
         text = self.rest()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 def require_packages(what: str, *packages: str, requirements: str = "requirements.txt") -> None:
-    """Exit with status 2 if one of `packages` is not installed.
+    """Print an error and exit with status 2 if one of `packages` is not installed.
 
     The usual reason is that the virtual environment is not activated.
 
@@ -45,9 +45,9 @@ def install_command(*packages: str, requirements: str = "requirements.txt") -> s
 
 @contextmanager
 def end_with_reader() -> Iterator[None]:
-    """Context manager that exits silently if the process that reads stdout, such as `head`, has exited.
+    """Context manager that ends the program silently if the reader of stdout (for example, `head`) has exited.
 
-    The exit status is then 141, as for a program that is killed by SIGPIPE.
+    The exit status is 141, the status of a program killed by SIGPIPE.
     """
     try:
         yield

@@ -61,10 +61,7 @@ def cuda_ms(run: Callable[[], Any]) -> float:
 
 @contextmanager
 def undisturbed(te: Any, attention_backend: str) -> Iterator[None]:
-    """Context manager that restores random generators, FP8 state and attention backend on exit.
-
-    It also frees GPU memory.
-    """
+    """Context manager that restores random generators, FP8 state and attention backend, and frees unused GPU memory."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices), te_backend.isolated_fp8_state(te):
@@ -84,7 +81,7 @@ def release_memory() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message as one line of at most 200 characters."""
+    """Return the message of an error as one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."
 
@@ -123,7 +120,10 @@ class Task:
         return Precision(replace(self.precision, auto=False, compute=compute))
 
     def cycle(self, precision: Precision) -> int:
-        """Return the number of micro-batches that share one FP8 copy of the weights."""
+        """Return the number of micro-batches that share one FP8 copy of the weights, at most LONGEST_CYCLE.
+
+        Without FP8, the result is 1.
+        """
         return min(self.accumulation, LONGEST_CYCLE) if precision.fp8 else 1
 
     def graph_modes(self) -> tuple[bool, ...]:
@@ -184,7 +184,7 @@ class Candidate:
 
 
 def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Choice | None:
-    """Return the settings of the fastest candidate that fits into `memory_gib`, or None if there is none.
+    """Return the settings of the fastest candidate that fits into `memory_gib`, or None if no candidate can be chosen.
 
     Args:
         candidates: candidates in order of preference. The first one whose time is within TIE (a fraction) of the
@@ -200,11 +200,12 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     """Time the candidate settings on the current GPU, log the measurements, and return the chosen settings.
 
     This takes about a minute. Random generators and Transformer Engine's state are restored, and GPU memory is freed.
-    Candidates that fail are skipped. If every candidate fails, the configured settings are returned.
+    Candidates that fail are skipped. If every candidate fails, the configured settings are returned, with bf16 if FP8
+    is not available.
 
     Raises PrecisionError if the model or GPU does not support the configured precision.
     """
-    logger.info("precision.auto: timing FP8 and bf16 training steps. This takes about a minute")
+    logger.info("precision.auto: timing training steps with several settings. This takes about a minute")
     plain, computes = task.resolved("bf16"), COMPUTE
     try:
         task.resolved("fp8")
@@ -225,8 +226,8 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     choice = choose(candidates, memory_gib)
     if choice is None:
         logger.info(
-            "precision.auto: every candidate failed to run or did not fit in GPU memory. The configured settings "
-            "are kept"
+            "precision.auto: every candidate failed to run or did not fit in GPU memory. Training uses "
+            f"precision.compute {computes[0]} and the configured CUDA graphs and attention backend"
         )
         return Choice(computes[0], task.speed.cuda_graphs, task.attention_backend)
     logger.info(f"precision.auto: using {choice}")
@@ -247,7 +248,8 @@ def _memory_gib(task: Task) -> float:
 def attention_backends(task: Task, precision: Precision) -> list[str]:
     """Return the attention backends to time.
 
-    These are the configured backend or, if it is "auto", all backends that pass the startup check.
+    The result is the configured backend. If the configured backend is "auto", the result is all backends that pass the
+    startup check, or "auto" if no backend passes.
     """
     if task.attention_backend != "auto" or precision.te.name == "reference":
         return [task.attention_backend]
@@ -257,7 +259,7 @@ def attention_backends(task: Task, precision: Precision) -> list[str]:
         try:
             verify_attention(task.config, precision, name, task.seq_length, task.document_mask)
         except Exception as failure:  # each package raises its own errors
-            logger.info(f"  attention_backend {name} fails the startup check: {one_line(failure)}")
+            logger.info(f"  attention backend {name} fails the startup check: {one_line(failure)}")
         else:
             right.append(name)
     return right or ["auto"]
@@ -344,7 +346,7 @@ class Step:
     def peak_gib(self) -> float:
         """Return the peak GPU memory in GiB, or 0 on a CPU.
 
-        With CUDA graphs, the value includes free memory in the memory pool of the graphs.
+        With CUDA graphs, the value includes memory that the graphs have reserved but do not use.
         """
         peak = torch.cuda.max_memory_reserved if self.captured else torch.cuda.max_memory_allocated
         return peak() / GIB

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 def choose_attention(
     requested: str, variant: str, precision: Precision, config: MistralConfig, document_mask: bool = False
 ) -> str:
-    """Select Transformer Engine's attention backend for a model and return its name.
+    """Select the attention backend of Transformer Engine for a model, and return the name of the backend.
 
     The choice takes effect in the next forward pass.
 
     Args:
         requested: the value of model.attention_backend.
 
-    Raises BackendError if `document_mask` is set, but the backend cannot restrict attention to documents on this GPU.
+    Raises BackendError if `document_mask` is true, but the backend cannot restrict attention to documents on this GPU.
     """
     if document_mask:
         requested = te_backend.document_attention(requested, precision.te, precision.dtype)
@@ -74,7 +74,7 @@ def build_model(
         ModelConfigError: If the variant does not support document masks.
         WeightsError: If `init_from` has a different architecture or unusable weights.
         PrecisionError: If the variant does not support the precision or `compile`, a pattern in bf16_modules matches
-            no module, or FP8 does not support the sizes.
+            no module, or FP8 does not support the sizes of the layers.
     """
     if problems := variant_problems(variant, precision.config, compile):
         raise PrecisionError("; ".join(problems), code="combination", key=first_key(problems[0]))

@@ -135,8 +135,8 @@ def read_json_file(path: Path) -> Any:
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:  # json keeps the last one silently
             raise JsonError(
-                f"{path}: a JSON object contains the key {', '.join(twice)} more than once; keep only one "
-                "entry",
+                f"{path}: a JSON object contains these keys more than once: {', '.join(twice)}. Keep one entry "
+                "of each",
                 code="duplicate_key",
                 key=twice[0],
             )
@@ -188,7 +188,7 @@ def model_name(name_or_path: str | Path) -> str:
 
 
 def load_config(name_or_path: str) -> MistralConfig:
-    """Load a MistralConfig, LlamaConfig or Qwen3Config.
+    """Load and check a model configuration, and return a MistralConfig, LlamaConfig or Qwen3Config.
 
     Args:
         name_or_path: name of a file in model/configs, path of a JSON file, or path of a folder with a config.json.
@@ -226,9 +226,9 @@ def make_config(values: dict[str, Any]) -> MistralConfig:
 def load_sizes(name_or_path: str) -> Any:
     """Load the sizes in a model configuration, without importing transformers if possible.
 
-    If the file contains every key of ARCHITECTURE (except for the optional keys in MODEL_TYPES), without RoPE scaling,
-    this function returns a namespace with the keys of the file as attributes. For all other files, it returns the
-    result of `load_config`.
+    If the file has no RoPE scaling and contains every key of ARCHITECTURE (except for the optional keys in
+    MODEL_TYPES), this function returns a namespace with the keys of the file as attributes. For all other files, this
+    function returns the result of `load_config`.
 
     Raises ModelConfigError for the same reasons as `load_config`.
     """
@@ -277,7 +277,8 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ModelConfigError(message, code="not_an_object", key=str(path))
     if (kind := values.get("model_type")) not in tuple(MODEL_TYPES):
         raise ModelConfigError(
-            f"model.config: {path} has model_type {kind!r}; use one of {', '.join(MODEL_TYPES)}",
+            f"model.config: {path} has model_type {kind!r} (None means that the key is missing), which is not "
+            f"supported. Use a model of one of these types: {', '.join(MODEL_TYPES)}",
             key="model_type",
         )
     _refuse(
@@ -293,7 +294,7 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _refuse(start: str, problems: dict[str, str]) -> None:
-    """Raise ModelConfigError if there are any problems.
+    """Raise ModelConfigError with all messages in `problems`, if there are any.
 
     Args:
         start: prefix of the error message.
@@ -315,7 +316,7 @@ def _key_problems(values: dict[str, Any]) -> dict[str, str]:
             problems[key] = (
                 f"{key}: unknown key (did you mean {close[0]}?)"
                 if close
-                else f"{key}: unknown key. If the model does not need it, remove it. Otherwise, use another model"
+                else f"{key}: unknown key. If the model does not need this key, remove it. Otherwise, use another model"
             )
     ropes = {
         key: values[key] for key in ("rope_parameters", "rope_scaling") if isinstance(values.get(key), dict)
@@ -336,7 +337,8 @@ def _key_problems(values: dict[str, Any]) -> dict[str, str]:
             )
     if values["model_type"] != "mistral" and values.get(WINDOW):
         problems[WINDOW] = (
-            f"{WINDOW} is {values[WINDOW]}, but {values['model_type']} models have no sliding window; set it to null"
+            f"{WINDOW} is {values[WINDOW]}, but {values['model_type']} models have no sliding window; set {WINDOW} to "
+            "null"
         )
     both = [_rope_scaling(rope) for rope in ropes.values() if rope]
     if both[1:] and both[0] != both[1]:
@@ -369,8 +371,8 @@ def check_config(config: MistralConfig, where: str = "") -> None:
     pad = getattr(config, "pad_token_id", None)
     if pad is not None and not -config.vocab_size <= pad < config.vocab_size:
         problems["pad_token_id"] = (
-            f"pad_token_id is {pad}, but must be less than vocab_size ({config.vocab_size}); set pad_token_id to null, "
-            "because training does not use it"
+            f"pad_token_id is {pad}, which is outside the vocabulary of {config.vocab_size} tokens. Training does not "
+            "use padding, so set pad_token_id to null"
         )
     if head_dim(config) % 8:
         problems["head_dim"] = f"head_dim is {head_dim(config)}, but must be a multiple of 8"
@@ -387,8 +389,8 @@ def _rope_problems(rope: dict[str, Any]) -> dict[str, str]:
             continue
         value: Any = rope.get(key, 1.0 if key in YARN_OPTIONS else None)
         if type(value) not in (int, float) or not 0 < value < math.inf or (key == "factor" and value < 1):
-            least = "at least 1" if key == "factor" else "more than 0"
-            problems[key] = f"{key} is {value!r}; rope_type {kind} requires a number of {least}"
+            least = "of at least 1" if key == "factor" else "greater than 0"
+            problems[key] = f"{key} is {value!r}, but rope_type {kind} requires a finite number {least}"
     if kind == "llama3" and not problems and rope["low_freq_factor"] >= rope["high_freq_factor"]:
         problems["low_freq_factor"] = (
             f"low_freq_factor is {rope['low_freq_factor']}, but must be lower than high_freq_factor "
@@ -480,8 +482,8 @@ def softmax_scale(config: MistralConfig) -> float | None:
 
 
 def layer_matrix_parameters(config: MistralConfig) -> int:
-    """Return the number of matrix parameters in the decoder layers. These are the weights that the Muon optimizer
-    orthogonalizes.
+    """Return the number of parameters in the weight matrices of the decoder layers. The Muon optimizer updates these
+    matrices.
     """
     return sum(math.prod(shape) for name, shape in weight_shapes(config).items() if "_proj." in name)
 
@@ -553,21 +555,22 @@ def state_parts_gib(
     optim: str = "adamw",
     offloads: bool = False,
 ) -> dict[str, float]:
-    """Return the GPU memory per rank for "weights", "gradients" and "optimizer" in GiB.
+    """Estimate the GPU memory in GiB that weights, gradients and optimizer states need on each rank.
 
     Source: Rajbhandari et al. 2020, table 1.
 
-    Activations, communication buckets and FP8 copies of weights are excluded. train/planning/memory.py adds them.
+    Activations, communication buckets and FP8 copies of weights are excluded. train/planning/memory.py adds their
+    memory.
 
     Args:
         compute: the value of precision.compute. fp32 needs 4 bytes per parameter for weights, 4 for gradients and 8 for
             optimizer moments. Other values need 2 bytes for weights, 2 for gradients, and 12 for float32 master weights
             and moments. FP8 layers keep bf16 weights.
-        float32_gradients: whether gradients are accumulated in 4 bytes per parameter. None means yes for ZeRO 1 to 3,
-            as in the shipped DeepSpeed configuration.
+        float32_gradients: whether gradients are accumulated in 4 bytes per parameter. None means true for ZeRO 1 to 3
+            and false for ZeRO 0, as in the shipped DeepSpeed configuration.
         optimizer_bytes: bytes of optimizer state per parameter (PrecisionConfig.optimizer_bytes). None uses the values
             above.
-        optim: the optimizer. AdamW stores two moments per parameter, Muon one for layer matrices.
+        optim: the optimizer. AdamW stores two moments per parameter. Muon stores only one for layer matrices.
         offloads: whether DeepSpeed keeps the optimizer states, and with ZeRO 3 also the gradients, in host memory.
     """
     if compute == "fp32":

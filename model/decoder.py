@@ -86,9 +86,9 @@ class MistralModel(nn.Module):
 
 
 class MistralBase(nn.Module):
-    """Causal language model that contains the decoder layers of a model variant.
+    """Causal language model, the base class of the two Transformer Engine variants.
 
-    The parameters outside of the decoder layers have Hugging Face names. Subclasses set `variant` and `layer_class`.
+    Subclasses set `variant` and `layer_class`. The parameters outside the decoder layers have Hugging Face names.
 
     Args:
         document_mask: whether attention stays within documents and positions restart at 0 in each document. The model's

@@ -45,8 +45,11 @@ class Documents:
 
     @classmethod
     def from_piece_starts(cls, positions: Tensor, starts: Tensor) -> Documents:
-        """Create Documents from the start of each of P document pieces in the flattened batch, int64 [P]. Inputs are
-        not checked.
+        """Create Documents from the first token of each document piece.
+
+        Args:
+            positions: int64 [B, T], as in `Documents`.
+            starts: int64 [P], index of the first token of each piece in the flattened batch. Inputs are not checked.
         """
         pieces = max(FEWEST_PIECES, 1 << (len(starts) - 1).bit_length())
         cu_seqlens = torch.full((pieces + 1,), positions.numel(), dtype=torch.int32, device=positions.device)
@@ -65,11 +68,11 @@ class Documents:
 
     @property
     def pieces(self) -> int:
-        """Return the number of document pieces, including the empty ones that pad the list."""
+        """Return the number of document pieces, including the empty pieces that pad the list."""
         return len(self.cu_seqlens) - 1
 
     def padded(self, pieces: int) -> Documents:
-        """Return a copy with empty pieces appended, so that the copy has `pieces` pieces in total."""
+        """Return a copy that is padded with empty pieces to `pieces` pieces in total."""
         missing = pieces - self.pieces
         return Documents(self.positions, torch.cat([self.cu_seqlens, self.cu_seqlens[-1:].expand(missing)]))
 
@@ -88,9 +91,9 @@ class Documents:
         self.cu_seqlens[len(other.cu_seqlens) :].fill_(self.positions.numel())
 
     def attention_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments with which te.DotProductAttention restricts attention to each piece.
+        """Return the keyword arguments with which te.DotProductAttention restricts attention to document pieces.
 
-        The arguments are for its format "thd".
+        The arguments are for qkv_format "thd", in which all pieces form one sequence.
         """
         return {
             "cu_seqlens_q": self.cu_seqlens,

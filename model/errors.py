@@ -7,7 +7,8 @@ class UserError(Exception):
     """Base class for errors that the user can fix.
 
     Commands print the message without a traceback and exit with status 2, because the same command would fail again. If
-    `is_transient` is true, for example for a file system error, they exit with status 1, because a restart may help.
+    `is_transient` is true (for example, for a file system error), commands exit with status 1, because a restart may
+    help.
 
     Args:
         message: what is wrong, with the value; what is allowed; what to do.

@@ -33,11 +33,11 @@ CAPACITY_FACTOR = 2
 
 
 class _Passes:
-    """Forward and backward passes of `model` on a static batch, using stand-ins for its parameters.
+    """Forward and backward passes of `model` on a static batch, using stand-ins for the model's parameters.
 
     The stand-ins share memory with the parameters and their gradient buffers but have their own autograd nodes.
-    DeepSpeed keeps references to the parameters' nodes, which ties these nodes to the default stream, and a captured
-    backward must not wait for that stream.
+    DeepSpeed keeps references to the nodes of the parameters. These nodes therefore belong to the default stream, which
+    a captured backward pass must not wait for.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class _Passes:
         return torch.func.functional_call(self.model, self.stand_ins, (self.input_ids,), arguments).loss
 
     def backward(self, loss: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor | None]:
-        """Compute the gradient for each parameter, or None if a GEMM has already added the gradient to its buffer."""
+        """Return a gradient for each parameter, or None if a GEMM has already added the gradient to a buffer."""
         gradients = torch.autograd.grad(loss, list(self.stand_ins.values()), upstream, allow_unused=True)
         return [None if g is None else g.detach() for g in gradients]
 
@@ -76,7 +76,7 @@ class _Passes:
 
 
 class _Captured:
-    """A captured forward and backward pass with its static tensors.
+    """A captured forward and backward pass, and the static tensors of both.
 
     The value of `is_first_microbatch` and an optional FP8 health check are fixed during capture. The totals of the
     health check are also static tensors.
@@ -134,7 +134,7 @@ def _warm_up_and_capture(
         kinds: the values of is_first_microbatch to capture.
         health: whether to capture an additional pass with an FP8 health check.
 
-    Returns: the captured passes, keyed by value of is_first_microbatch, and the pass with a health check or None.
+    Returns: the captured passes, keyed by the value of is_first_microbatch, and the pass with a health check, or None.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -176,13 +176,14 @@ def use_cuda_graphs(
 ) -> None:
     """Capture CUDA graphs of the training pass, and make `model.forward` replay these graphs.
 
-    Calls that do not match the captured batch run without graphs: evaluation, inputs with a different shape, calls with
-    a KV cache, and batches with more than CAPACITY_FACTOR times as many documents as the captured batch.
+    Some calls run without graphs: evaluation, calls with additional arguments, inputs with a different shape, and
+    batches with more than CAPACITY_FACTOR times as many document pieces as the captured batch (with its padding).
 
-    The tensors between a forward and its backward are static, so the backward must run before the next forward.
+    The graphs reuse the same memory for the activations of each step. Run the backward pass of a step before the next
+    forward pass.
 
-    FP8 state, torch's random generators and `.grad` are restored after the capture. Gradient buffers that GEMMs add
-    into are not restored: zero them.
+    The capture does not change FP8 state, torch's random generators or `.grad`. Gradient buffers that GEMMs add into
+    do change. Set these buffers to zero after the capture.
 
     Args:
         input_ids: int64 [B, T] (B rows of T tokens) on the GPU, with the batch shape used in training.
@@ -190,7 +191,8 @@ def use_cuda_graphs(
         cache_weights: whether training passes is_first_microbatch as True and False (two captures) or as None (one).
         documents: document boundaries on the GPU, for a model with a document mask.
         health: whether to capture the first micro-batch of a step a second time with an FP8 health check. This graph is
-            replayed while a check is running. Its gradients need additional memory, unless GEMMs add them into buffers.
+            replayed while a check is running. The graph needs additional memory for gradients, unless GEMMs add
+            gradients into buffers.
 
     Raises ValueError if the model has a document mask, but `documents` is None.
     """

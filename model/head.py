@@ -111,7 +111,12 @@ class _Head(torch.autograd.Function):
 def _gradients(
     ctx: Any, gradient: Any, hidden_MH: torch.Tensor, weight_VH: torch.Tensor, into: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of the hidden states and of the weight. For `into`, see `fp8_gradients`."""
+    """Compute the gradients of the hidden states and of the weight with FP8 GEMMs.
+
+    Args:
+        gradient: gradient of the logits.
+        into: buffer to which the weight gradient is added, or None to return the weight gradient.
+    """
 
     def note(operand: int, matrix: torch.Tensor, made: Any) -> None:
         report_operand(ctx.module, operand, Source("matrix", (matrix.detach(),)), made)

@@ -111,7 +111,9 @@ def check_init_from(folder: str, config: Any) -> None:
 
     if not Path(folder).is_dir():
         raise WeightsError(
-            f"model.init_from: {folder!r} is not a folder; pass a Hugging Face folder", key="model.init_from"
+            f"model.init_from: {folder!r} is not a folder; pass a folder with a Hugging Face model, such as a run's "
+            "hf folder",
+            key="model.init_from",
         )
     theirs, ours = architecture(load_sizes(folder)), architecture(config)
     differences = {
@@ -137,7 +139,8 @@ def check_init_from(folder: str, config: Any) -> None:
 
 
 def find_weights(folder: str | Path, config: Any) -> dict[str, StoredTensor]:
-    """Find all weights of a model in a Hugging Face folder. Reads only file headers and does not import torch.
+    """Find all weights of a model in a Hugging Face folder. Reads config.json and file headers, and does not import
+    torch.
 
     Tensor names may lack the prefix "model.". Rotary buffers are ignored. With tied embeddings, the files may contain
     lm_head in addition to or instead of the embedding.
@@ -231,7 +234,7 @@ def read_hf_folder(
         elif not extremes.to(dtype).isfinite().all():
             problems.append(
                 f"{name} contains values up to {float(extremes.abs().max()):g}, which are too large for {dtype}; set "
-                "precision.compute to bf16 or fp32"
+                "precision.compute to bf16 or, if bf16 is also too small, to fp32"
             )
     _refuse(folder, problems)
     if config.tie_word_embeddings and not (weights.get(HEAD, weights[EMBEDDING]) == weights[EMBEDDING]).all():

@@ -23,8 +23,11 @@ def standard_deviation(
 ) -> float:
     """Return the standard deviation for the initial weights of a matrix.
 
-    With "scaled", it is 1 / sqrt(columns) in the decoder layers (LeCun et al. 1998), which suits any width. Output
-    projections are divided by sqrt(2 * layers), and an untied embedding has 1, similar to torchtitan's Llama 3.
+    With "normal", it is initializer_range for every matrix. With "scaled", it depends on the matrix:
+
+    - Decoder layers: 1 / sqrt(columns) (LeCun et al. 1998), divided by sqrt(2 * layers) for output projections.
+    - Embedding: 1, similar to torchtitan's Llama 3, or 1 / sqrt(columns) if lm_head shares the weight.
+    - lm_head: initializer_range.
 
     Args:
         name: Hugging Face name of the matrix.

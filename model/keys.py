@@ -73,15 +73,15 @@ def unicode(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not valid UTF-8; pass text in UTF-8") from error
     return text
 
 
 def given_path(text: str) -> Path:
     """Argparse type for a path.
 
-    An empty path is rejected, because it would mean the current folder. It is usually caused by an unset shell
-    variable.
+    An empty path is rejected, because Path("") is the current folder. The usual cause of an empty path is an unset
+    shell variable.
     """
     if not text:
         raise argparse.ArgumentTypeError(NOT_GIVEN)

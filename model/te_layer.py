@@ -37,11 +37,10 @@ def split_and_rotate(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split a packed QKV tensor into q, k and v, and apply RMSNorm, if there are weights, and rotary embeddings to the
-    heads of q and k.
+    """Split a packed QKV tensor into q, k and v, and apply rotary embeddings to q and k.
 
-    model/fused/qkv_rope.py does the same in one kernel. Shapes: B batch, T tokens, N query heads, K key/value heads, D
-    head dimension.
+    If norm weights are given, RMSNorm is applied to each head of q and k before the rotation. model/fused/qkv_rope.py
+    does the same in one kernel. Shapes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
 
     Args:
         rotate: te.apply_rotary_pos_emb.
@@ -63,7 +62,7 @@ class FusedAttention(nn.Module):
     """Attention block: fused norm and QKV projection, optional norms of q and k, rotary embedding, attention and output
     projection.
 
-    The weights of the norms of q and k are parameters of this module, because a fused kernel applies them.
+    The weights of the q and k norms are parameters of this module, because a fused kernel applies these norms.
     """
 
     def __init__(self, config: MistralConfig, precision: Precision, speed: SpeedConfig, index: int):
@@ -142,11 +141,12 @@ class MistralForCausalLM(MistralBase):
     layer_class = FusedTransformerLayer
 
     def pack_swiglu(self) -> None:
-        """Store the input of SwiGLU in 8 bits and recompute its output in the backward pass (delayed scaling).
+        """Reduce activation memory: store the input of SwiGLU in 8 bits, and recompute the output in the backward pass.
 
-        This has no effect if `speed.fused_swiglu` is off, and in the CPU reference implementation.
+        This requires delayed scaling. It has no effect if `speed.fused_swiglu` is off, or in the CPU reference
+        implementation.
 
-        Raises BackendError if this GPU or the installed Transformer Engine does not support it.
+        Raises BackendError if this GPU or the installed Transformer Engine does not support 8-bit inputs of SwiGLU.
         """
         activation = self.precision.te.packed_swiglu
         if activation is None:

@@ -19,8 +19,8 @@ class Variant:
     """A model variant and the features it supports.
 
     Attributes:
-        te: whether the modules come from Transformer Engine instead of transformers. These variants support document
-            masks and CUDA graphs, and the others torch.compile.
+        te: whether the modules come from Transformer Engine instead of transformers. Only Transformer Engine variants
+            support document masks and CUDA graphs. Only the other variants support torch.compile.
         recipes: supported FP8 recipes.
     """
 
@@ -103,7 +103,7 @@ class SpeedConfig:
 
 
 def supports_mlp(variant: str, speed: SpeedConfig, recipe: str) -> bool:
-    """Return whether gradient_checkpointing "mlp" is supported in FP8 with `recipe`."""
+    """Return whether a model variant supports gradient_checkpointing "mlp" in FP8 with `recipe`."""
     return variant == "te_layer" and speed.fused_swiglu and recipe == "delayed"
 
 
@@ -175,4 +175,4 @@ def cuda_graphs_problem(
             "ZeRO 3 moves the weights in memory, but CUDA graphs need fixed addresses; use ZeRO stage 0, 1 or 2, or "
             "set speed.cuda_graphs to false"
         )
-    return "CUDA graphs need a GPU" if emulated else None
+    return "CUDA graphs need a GPU; set speed.cuda_graphs to false" if emulated else None

@@ -190,8 +190,8 @@ def _choose_swiglu_tiling(M: int, fp8: bool) -> Tiling:
 def gemm(rows: Rows | Late, weight: Matrix) -> Sums:
     """Triton version of `reference.gemm`. Return one or more partial sums, bf16 or float32 [sums, M, R].
 
-    Uses cuBLAS for more than CUBLAS_ROWS rows, or if the number of columns is not a multiple of the block size.
-    cuBLAS does not support weights with several scales per row.
+    cuBLAS is used for more than CUBLAS_ROWS rows, or if the number of columns is not a multiple of the block size. For
+    weights with several scales per row, which cuBLAS does not support, the Triton kernel is always used.
     """
     M, C = (rows.values if isinstance(rows, Late) else rows[0]).shape[-2:]
     tiling = _fit(M, C, weight, _choose_tiling(M, C, weight.fp8, isinstance(rows, Late)))

@@ -84,8 +84,8 @@ class Gemms:
         wrong = sorted(name for name in {*planned, *self.ran} if self.forward[name] != planned.get(name, 0))
         if wrong:
             return (
-                f"{len(wrong)} modules did not run in their planned precision, such as {wrong[0]} "
-                f"({self.forward[wrong[0]]} FP8 GEMMs instead of {planned.get(wrong[0], 0)}); check "
+                f"{len(wrong)} modules did not run in their planned precision. For example, {wrong[0]} ran "
+                f"{self.forward[wrong[0]]} FP8 GEMMs instead of {planned.get(wrong[0], 0)}. Check "
                 "precision.bf16_modules"
             )
         of_modules = 2 * sum(planned[name] for name in self.backwards)
@@ -93,8 +93,8 @@ class Gemms:
         if self.backward != expected:
             return (
                 f"the backward pass of {len(self.backwards)} FP8 modules ran {self.backward} FP8 GEMMs instead of "
-                f"{expected}. Unset the environment variables NVTE_..., which change Transformer Engine's precision, "
-                "and install the versions in requirements-gpu.txt"
+                f"{expected}. Unset all environment variables that start with NVTE_, because some change Transformer "
+                "Engine's precision, and install the package versions in requirements-gpu.txt"
             )
         return ""
 
@@ -130,7 +130,7 @@ def count_gemms(model: nn.Module, precision: Precision) -> Iterator[Gemms]:
 def pause_counting() -> AbstractContextManager[None]:
     """Return a context manager in which GEMMs are not counted.
 
-    An operation that runs in several parts uses it for all parts except the first.
+    An operation that runs in several parts uses this context for all parts except the first, so that it counts once.
     """
     return pushed(_counting, None)
 

@@ -140,8 +140,8 @@ def check_due(model: nn.Module, precision: Precision, step: int, again: bool = F
     """Return a health check for the first micro-batch of `step`, or None if no check is due or no module runs FP8.
 
     Args:
-        again: whether the last check found a problem. If so and precision.on_trouble is escalate, a second check is due
-            in this step to confirm the problem.
+        again: whether the last check found a problem. With precision.on_trouble escalate, a second check is due in this
+            step to confirm the problem.
     """
     steps = precision.config.health_steps
     again &= precision.config.on_trouble == "escalate"

@@ -73,12 +73,12 @@ def choose_kernels(
         variant: te_linear or te_layer.
         batch_size: number of samples per micro-batch. The check uses fewer samples if the float32 logits would need
             more than 1 GiB.
-        gradient_checkpointing: its value in the training configuration.
+        gradient_checkpointing: the value of gradient_checkpointing in the training configuration.
         seq_length: number of tokens per sample. The check uses at most 4096 tokens, or 64 tokens with the CPU reference
             implementation.
 
     Returns:
-        `speed` with the failed kernels disabled, and lines for the log.
+        `speed` with the failed kernels disabled, and the lines to log.
 
     Raises:
         StartupCheckError: If the results are wrong even with all optional kernels disabled.
@@ -90,7 +90,7 @@ def choose_kernels(
         errors = probe.errors(speed)
     except PrecisionError as error:  # for example, bf16_modules names the layers whose sizes do not fit FP8
         return speed, [
-            f"numeric check: skipped, because this configuration does not support a model with one layer ({error})"
+            f"numeric check: skipped, because a model with one layer cannot be built with this configuration ({error})"
         ]
     if probe.accepts(errors):
         return speed, [probe.describe(errors)]
@@ -162,10 +162,13 @@ class _Probe:
     def errors(self, speed: SpeedConfig) -> Errors:
         """Return the errors of the loss and of each weight's gradient, relative to the float32 reference.
 
-        An FP8 model runs five passes. The first pass uses different weights, so the second pass must replace their FP8
-        copies. The other passes reuse the FP8 copies from the second pass. With delayed scaling, the first three passes
-        also set the scales: while a scale is too small, the gradients of the modules below are rounded to zero. The
-        last two passes are compared, the last one with speed.main_grad, if it is on.
+        An FP8 model runs five passes. The first pass uses different weights, so the second pass must replace the FP8
+        copies of the weights. The other passes reuse the FP8 copies from the second pass. With delayed scaling, the
+        first three passes also set the scales. While a scale is too small, the gradients of all earlier modules are
+        rounded to zero.
+
+        A bf16, fp16 or fp32 model runs two passes. The last two passes are compared with the reference. If
+        speed.main_grad is on, the last bf16 or FP8 pass uses it.
         """
         passes = [True, True, False, False, False] if self.precision.fp8 else [None, None]
         errors: Errors = {}

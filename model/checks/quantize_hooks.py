@@ -27,8 +27,8 @@ from model.te_reference.quantize import BLOCK
 
 @dataclass(frozen=True)
 class Source:
-    """The matrix [M, N] that was quantized, or the inputs of a kernel that computes this matrix in float32 and casts
-    it.
+    """The matrix [M, N] that was quantized, or the inputs of the kernel that computed this matrix in float32 and
+    quantized it.
 
     Attributes:
         kind: kind of source, which determines `parts`.
@@ -70,13 +70,13 @@ def intercept_quantizations(te: SimpleNamespace, note: QuantizationCallback) -> 
 
 
 def report_operand(module: Any, operand: int, source: Source, made: Any) -> None:
-    """Pass an operand of `module` to the active callback if its quantization is not intercepted.
+    """Pass an operand of `module` to the active callback. Call this for operands that no intercepted kernel quantizes.
 
     Args:
         operand: operand number (0 input, 1 weight, 2 output gradient), plus 3 for the second GEMM of the module.
         source: the tensor that was quantized.
-        made: (codes, scale_inv), or Transformer Engine's tensor with block scaling. A tensor with only columnwise data
-            is reported as the transpose of `source`, which must be a "matrix".
+        made: the quantized operand: (codes, scale_inv), or a Transformer Engine tensor with block scaling. If the
+            tensor has only columnwise data, the transpose of `source` is reported, and `source` must be a "matrix".
     """
     if not _notes:
         return

@@ -59,7 +59,8 @@ def check_startup(
         seq_length: tokens per training sample. Attention is checked at this length.
 
     Raises StartupCheckError if a planned FP8 module did not run in FP8 (forward or backward), Transformer Engine and
-    torch loaded different cuDNN versions, attention is unfused, or attention differs from torch's SDPA.
+    torch loaded different cuDNN versions, attention is unfused without being configured so, or attention differs from
+    torch's SDPA.
     """
     te = VARIANTS[model.variant].te
     if any(getattr(module, "fp8_gradients", False) for module in model.modules()):
@@ -144,8 +145,8 @@ def check_attention(model: nn.Module, precision: Precision, checked: str) -> Non
     # cuDNN's kernel, named after the comma, also depends on the memory layout of q, k and v
     if ran.split(",")[0] != checked.split(",")[0]:
         raise StartupCheckError(
-            f"the startup check verified attention backend {checked}, but the first step used {ran}, because "
-            "Transformer Engine's choice depends on the batch size. Set model.attention_backend to "
+            f"the startup check verified attention backend {checked}, but the first step used {ran}. Transformer "
+            "Engine may choose a different backend for a different batch size. Set model.attention_backend to "
             f"{ran.split()[0]}, or change per_device_train_batch_size",
             code="attention_changed",
             key="model.attention_backend",
@@ -202,9 +203,9 @@ def verify_attention(
         )
     if backend == "unfused" and requested != "unfused":
         raise StartupCheckError(
-            "Transformer Engine chose unfused attention, which is about five times slower and needs memory "
-            "quadratic in the sequence length. Set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to see why, or set "
-            "model.attention_backend to unfused to use it anyway",
+            "Transformer Engine chose unfused attention, which is slow and whose memory grows with the square of "
+            "the sequence length. To see the reason, set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2. To use unfused "
+            "attention anyway, set model.attention_backend to unfused",
             code="unfused_attention",
             key="model.attention_backend",
         )

@@ -22,7 +22,7 @@ class Architecture:
         recipes: Transformer Engine recipes that the architecture supports.
         measured: recipes that this project has measured on the architecture.
         disabled: configuration keys that are on by default but disabled on the architecture.
-        unreliable: supported recipes with which training is reported not to converge, and the report.
+        unreliable: {recipe: URL of a report} for supported recipes with which training reportedly does not converge.
     """
 
     name: str
@@ -73,24 +73,24 @@ def emulates_block_scaling(capability: Capability) -> bool:
 
 
 def uses_head_gradients(capability: Capability) -> bool:
-    """Return whether lm_head computes its gradients in FP8 by default, which needs reliable block scaling."""
+    """Return whether lm_head computes its gradients in FP8 by default, because block scaling is reliable on a GPU."""
     found = architecture(capability)
     return "block" in found.recipes and "block" not in found.unreliable
 
 
 def recipe_warning(capability: Capability, recipe: str) -> str:
-    """Return a warning if training with `recipe` is reported not to converge on a GPU, or ""."""
+    """Return a warning if training with `recipe` reportedly does not converge on a GPU, or "" if there is no report."""
     report = architecture(capability).unreliable.get(recipe)
     if report is None:
         return ""
     return (
-        f"precision.recipe {recipe}: training is reported not to converge on GPUs of compute capability "
-        f"{capability[0]}.{capability[1]} ({report}). Use the recipe delayed"
+        f"precision.recipe {recipe}: training reportedly does not converge on GPUs of compute capability "
+        f"{capability[0]}.{capability[1]} ({report}). Set precision.recipe to delayed"
     )
 
 
 def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None) -> str:
-    """Return an error message if a GPU does not support FP8, or "" if it does.
+    """Return an error message if a GPU does not support FP8 or the given recipe, or "" if the GPU supports both.
 
     Args:
         gpu: name of the GPU for the message.
@@ -99,7 +99,7 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
     found = architecture(capability)
     if capability < FP8_CAPABILITY:
         return (
-            f"FP8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), and {gpu} has "
+            f"FP8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), but {gpu} has "
             f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
         )
     if recipe in RECIPES_OF_TABLE and recipe not in found.recipes:

@@ -29,9 +29,9 @@ MOVED_TO_BF16 = "moved to bf16 by precision.on_trouble"
 
 @dataclass
 class FP8Report:
-    """The GEMM modules planned to run FP8, and the reasons why others do not.
+    """The GEMM modules planned to run FP8, and the reasons why the other GEMM modules do not run FP8.
 
-    gemms.py counts the modules that actually run FP8.
+    model/checks/gemm_counts.py counts the modules that actually run FP8.
 
     Attributes:
         planned: names of the modules planned to run FP8.
@@ -129,7 +129,7 @@ def use_main_grads(model: nn.Module, precision: Precision) -> None:
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the gradient of each parameter by name: the sum of its `grad` and `main_grad`, where it has them."""
+    """Return the sum of `grad` and `main_grad` for each parameter that has at least one of them, keyed by name."""
     return {
         name: sum(found[1:], found[0])
         for name, p in model.named_parameters()
@@ -146,7 +146,7 @@ def bf16_pattern(name: str, patterns: list[str]) -> str | None:
 
 
 def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
-    """Return which GEMM modules of `model` are planned to run FP8, and the reasons why the others are not."""
+    """Return which GEMM modules of `model` are planned to run FP8, and why the other GEMM modules are not."""
     report = FP8Report([], {}, {})
     for name, module in gemm_modules(model, precision).items():
         reason = None
@@ -172,8 +172,8 @@ def fp8_modules(model: nn.Module, precision: Precision) -> FP8Report:
 def apply_precision(model: nn.Module, precision: Precision) -> None:
     """Configure the modules of `model` to run in `precision`.
 
-    Modules that match `bf16_modules` stay in bf16, and modules in `fallbacks` get their own autocast context. With
-    torchao, FP8 modules replace the planned Linear modules.
+    Modules that match `bf16_modules` stay in bf16. Each module with a fallback runs in a separate autocast context.
+    With torchao, FP8 modules replace the planned Linear modules.
 
     Raises PrecisionError for the same reasons as `check_precision`.
     """
@@ -204,8 +204,8 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
 def check_precision(model: nn.Module, precision: Precision) -> list[str]:
     """Return the names of the modules that would run FP8, without changing `model`.
 
-    Raises PrecisionError if a pattern in `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16,
-    or no module is left to run FP8.
+    Raises PrecisionError if a pattern in `bf16_modules` matches no module, the sizes of a GEMM are not multiples of 16
+    (32 for mxfp8), or `bf16_modules` excludes every module.
     """
     patterns = precision.config.bf16_modules
     names = [name for name, _ in model.named_modules() if name]
@@ -213,8 +213,8 @@ def check_precision(model: nn.Module, precision: Precision) -> list[str]:
         if not fnmatch.filter(names, pattern):
             examples = ", ".join(names[:3] + names[-1:])
             raise PrecisionError(
-                f"precision.bf16_modules: no module name matches {pattern!r}. Examples of module names: "
-                f"{examples}",
+                f"precision.bf16_modules: no module name matches {pattern!r}. Correct or remove the pattern. Examples "
+                f"of module names: {examples}",
                 code="no_such_module",
                 key="precision.bf16_modules",
             )

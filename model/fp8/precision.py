@@ -33,7 +33,8 @@ DTYPES = {"fp8": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16, 
 # Advice for the case that this machine lacks the recipe of a module's fallback.
 FALLBACK_ADVICE = (
     "modules of this checkpoint fell back to this recipe (precision.on_trouble). Resume on a GPU that supports the "
-    "recipe, or start over with --resume_from_checkpoint never. To evaluate, pass evaluate.py --precision bf16"
+    "recipe, or start over with --resume_from_checkpoint never. To evaluate the checkpoint, run evaluate.py with "
+    "--precision bf16"
 )
 HEAD_GRADIENTS_ADVICE = "set precision.fp8_head_gradients to null or false"
 
@@ -45,7 +46,7 @@ class PrecisionError(UserError, ValueError):
 
 
 def check_fp8_gpu() -> None:
-    """Raise PrecisionError if the current GPU does not support FP8. Does nothing without a GPU."""
+    """Raise PrecisionError if the current GPU does not support FP8. Do nothing without a GPU."""
     if torch.cuda.is_available() and (
         problem := fp8_gpu_problem(torch.cuda.get_device_name(), torch.cuda.get_device_capability())
     ):
@@ -85,7 +86,7 @@ class Precision:
         fallbacks: fallback of each module (precision.on_trouble), keyed by module name. The values are in
             FALLBACK_ORDER.
 
-    Raises PrecisionError if the configuration is invalid, or the hardware does not support its FP8 recipe.
+    Raises PrecisionError if the configuration is invalid, or the hardware does not support a configured FP8 recipe.
     """
 
     def __init__(
@@ -172,14 +173,14 @@ class Precision:
         return PrecisionError(message, code=error.code, key=error.key or "precision.backend")
 
     def module_recipe(self, name: str) -> str:
-        """Return the recipe of the FP8 module `name`, or its fallback if that is safer than the configured recipe."""
+        """Return the configured recipe, or the fallback of the FP8 module `name` if the fallback is safer."""
         base = self.config.recipe
         order = ("mxfp8", *FALLBACK_ORDER)  # mxfp8 has no health checks that would choose a fallback
         return max(base, self.fallbacks[name], key=order.index) if name in self.fallbacks else base
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, provided that its sizes allow this."""
+        """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, if `fits_fp8` allows the sizes."""
         return self.config.head_gradients and self.module_recipe("lm_head") not in ("bf16_backward", "bf16")
 
     def next_fallback(self, name: str, module: nn.Module) -> tuple[str, str]:

@@ -30,7 +30,7 @@ def fp8_multiple(recipe: str) -> int:
 
 
 def fits_fp8(*features: int, multiple: int = FP8_FEATURE_MULTIPLE) -> bool:
-    """Return whether FP8 GEMMs support matrices with these sizes."""
+    """Return whether FP8 GEMMs support matrices with these numbers of features: all must be divisible by `multiple`."""
     return not any(size % multiple for size in features)
 
 
@@ -75,7 +75,10 @@ FALLBACK_ORDER = ("delayed", "current", "block", "bf16_backward", "bf16")
 
 
 def unused_recipe_keys(precision: dict[str, Any]) -> set[str]:
-    """Return the keys that no recipe of a "precision" section reads, in any of its phases or fallbacks."""
+    """Return the recipe options that a "precision" section does not use.
+
+    An option is used if the recipe of any phase, or a fallback that on_trouble escalate allows, reads the option.
+    """
     read: set[str] = set()
     for phase in precision.get("schedule") or [{}]:
         own = {**precision, **phase}
@@ -151,7 +154,9 @@ class PrecisionSettings:
         "max",
     )
     reduce_amax: bool = option(
-        "Whether to reduce amaxes over all ranks after each step (recipe delayed only).", True
+        "Whether to replace each amax (largest absolute value) with its maximum over all ranks after each step "
+        "(recipe delayed only).",
+        True,
     )
     calibration_passes: int = option(
         "Number of calibration passes over the first micro-batch, which set the initial scales (recipe delayed "
@@ -251,7 +256,7 @@ class PrecisionConfig(PrecisionSettings):
     )
     fp8_weight_gather: bool = option(
         "Whether ZeRO 3 gathers the weights of FP8 modules in 8 bits instead of 16 (recipes delayed and current "
-        "only). Weights are then quantized once per step.",
+        "only). If true, weights are quantized once per step.",
         False,
     )
     schedule: list[PrecisionPhase] | None = option(
@@ -278,7 +283,7 @@ class PrecisionConfig(PrecisionSettings):
 
     @property
     def head_gradients(self) -> bool:
-        """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, provided that its sizes allow this."""
+        """Return whether a bf16 lm_head computes its gradients with FP8 GEMMs, if `fits_fp8` allows the sizes."""
         is_te = self.compute == "fp8" and RECIPES[self.recipe].package == "te"
         return (
             is_te
@@ -300,7 +305,7 @@ class PrecisionConfig(PrecisionSettings):
         return optimizer_state_bytes(self.optimizer_states, self.moment_type)
 
     def with_recipe(self, recipe: str) -> PrecisionConfig:
-        """Return a copy with a different recipe. Keys that the new recipe does not read are reset to their default."""
+        """Return a copy with a different recipe. Keys that the new recipe does not read are reset to their defaults."""
         defaults = PrecisionConfig()
         unused = set(RECIPES[self.recipe].knobs) - set(RECIPES[recipe].knobs)
         return dataclasses.replace(self, recipe=recipe, **{knob: getattr(defaults, knob) for knob in unused})
@@ -323,8 +328,8 @@ class PrecisionConfig(PrecisionSettings):
                 if knob not in recipe.knobs and value not in (default, *FORMER_DEFAULTS.get(knob, ())):
                     readers = " and ".join(r.name for r in RECIPES.values() if knob in r.knobs)
                     problems.append(
-                        f"precision.{knob} applies only to recipe {readers}, but the recipe is {self.recipe}; remove "
-                        f"{knob}"
+                        f"precision.{knob} applies only to the recipes {readers}, but precision.recipe is "
+                        f"{self.recipe}; remove {knob}"
                     )
             if self.on_trouble == "escalate" and not (self.health_steps or torchao):
                 problems.append(

@@ -55,12 +55,13 @@ def snapshot_fp8_state(model: nn.Module, precision: Precision) -> dict[str, torc
 def reduce_amaxes(state: dict[str, torch.Tensor]) -> None:
     """Replace each amax with its maximum over all ranks, and each scale with its minimum.
 
-    Transformer Engine can reduce amaxes after every forward and backward pass, but then all ranks wait for the slowest
-    one in every pass. Training calls this function once per optimizer step. In between, each rank uses its own scales
-    for activations and gradients. Collective: all ranks must call this function. It runs at most one all-reduce.
+    If Transformer Engine reduced amaxes after every forward and backward pass, all ranks would wait for the slowest
+    rank in every pass. Training instead calls this function once per optimizer step. Between two calls, each rank has
+    different scales for activations and gradients. Collective: all ranks must call this function. It runs at most one
+    all-reduce.
 
     Args:
-        state: the result of `fp8_state`, which is changed in place. It is empty if all modules use a fallback.
+        state: the result of `fp8_state`, changed in place. An empty state is allowed (if all modules use a fallback).
     """
     if not state or not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -111,7 +112,7 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
 
 
 def allocate_fp8_state(module: Any, precision: Precision, num_gemms: int) -> None:
-    """Allocate the FP8 state of a module before its first forward pass, which would allocate it otherwise."""
+    """Allocate the FP8 state of a module. Otherwise, the first FP8 forward pass of the module allocates the state."""
     module.fp8_meta["recipe"] = precision.recipe
     module.fp8_meta["num_gemms"] = num_gemms
     module.init_fp8_meta_tensors(precision.recipe)
@@ -153,11 +154,12 @@ def calibrate(
 ) -> Gradients:
     """Fill the amax histories of an untrained model for delayed scaling, and return the gradients of the last pass.
 
-    Only FP8 state changes. With other recipes, one pass computes the gradients. If precision.calibration_passes is 0,
-    this function does nothing and returns {}. Collective if precision.reduce_amax is true.
+    Only FP8 state changes. With other recipes, one pass computes the gradients. With delayed scaling and
+    precision.calibration_passes 0, this function does nothing and returns {}. Collective if precision.reduce_amax is
+    true.
 
-    Several passes are needed, because a gradient that is cast with a wrong scale also makes the gradients of earlier
-    layers wrong, and with them the amaxes (largest magnitudes) recorded there.
+    Several passes are needed. If a gradient is cast with a wrong scale, the gradients of all earlier layers are also
+    wrong, and wrong amaxes (largest magnitudes) are recorded in these layers.
 
     Args:
         input_ids: int64 [B, T] (B rows of T tokens), a training micro-batch on the model's device.
@@ -186,7 +188,7 @@ def decoder_gradients(
 ) -> Gradients:
     """Return the gradients of the weight matrices in the decoder layers for one micro-batch, by parameter name.
 
-    For the arguments, see `calibrate`. The model keeps no gradients.
+    For the arguments, see `calibrate`. The gradients of `model` are cleared.
     """
     model.train()
     (model(input_ids, labels=labels, documents=documents).loss / accumulation).backward()

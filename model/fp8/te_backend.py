@@ -38,10 +38,7 @@ HOPPER = 9  # major compute capability
 
 
 class BackendError(UserError, RuntimeError):
-    """An error raised when a required backend or package is missing or unsupported.
-
-    The message says what is missing.
-    """
+    """An error raised when a required backend or package is missing, or the GPU does not support a feature."""
 
     code = "backend"
 
@@ -208,10 +205,10 @@ def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
 
 
 def _prefer_bundled_cudnn() -> None:
-    """Make Transformer Engine (TE) load the cuDNN that torch bundles, unless the user chose another one.
+    """Make Transformer Engine (TE) load the cuDNN that torch bundles, unless the user has set CUDNN_HOME.
 
     TE checks CUDNN_HOME first, and prefers a system cuDNN to torch's. Two cuDNN versions in one process cause a failed
-    import or unfused attention, which is five times slower. `cudnn_versions` reports the loaded versions.
+    import or slow, unfused attention. `cudnn_versions` reports the loaded versions.
     """
     try:
         home = list(importlib.import_module("nvidia.cudnn").__path__)[0]
@@ -237,7 +234,7 @@ def recipe_problem(recipe: str) -> str:
 
 
 def describe_gpu() -> str:
-    """Return a log line with the current GPU, its FP8 recipes, and the default features that are disabled on it."""
+    """Return a log line with the current GPU, its FP8 recipes, and the features that are disabled on this GPU."""
     capability = torch.cuda.get_device_capability()
     found = architecture(capability)
     recipes = [recipe for recipe in AVAILABILITY if not recipe_problem(recipe)]
@@ -246,7 +243,7 @@ def describe_gpu() -> str:
         f"GPU: {torch.cuda.get_device_name()} ({found.name}, compute capability {capability[0]}.{capability[1]}), "
         + (f"FP8 recipes {', '.join(recipes)}" if recipes else "no FP8 support, only bf16")
         + (f"; not tested on this GPU: {', '.join(untested)}" if untested else "")
-        + (f"; switched off: {', '.join(found.disabled)}" if found.disabled else "")
+        + (f"; disabled on this GPU: {', '.join(found.disabled)}" if found.disabled else "")
     )
 
 
@@ -256,7 +253,7 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "") -> None:
     precision.check_fp8_gpu checks whether the GPU supports FP8.
 
     Args:
-        instead: advice for the error message. By default it names the available recipes.
+        instead: advice for the error message. By default, the message names the available recipes.
     """
     if te.name != "reference" and (reason := recipe_problem(recipe)):
         others = [other for other in AVAILABILITY if not recipe_problem(other)]
@@ -269,10 +266,8 @@ def require_fp8(te: SimpleNamespace, recipe: str, instead: str = "") -> None:
 def isolated_fp8_state(te: SimpleNamespace) -> Iterator[None]:
     """Use a separate FP8 state for the models created inside this context manager.
 
-    The former process-wide state is restored on exit.
-
-    The CPU reference implementation does not need this, because it does not keep references to released models. See
-    also `release_models`.
+    The previous state of the process is restored on exit. With the CPU reference implementation, which keeps no
+    references to released models, this context has no effect. See also `release_models`.
     """
     if te.name == "reference":
         yield
@@ -336,12 +331,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def single_forward(te: SimpleNamespace) -> AbstractContextManager[None]:
     """Return the context manager for the forward pass of a module whose backward pass does not use FP8.
 
-    The module may be recomputed.
-
-    With recomputation, Linear in Transformer Engine 2.20.2 also quantizes its weight by columns in the first forward
-    pass but not in the second, although a backward pass without FP8 does not use the columns. The second forward pass
-    then saves fewer tensors, and the backward pass looks up saved tensors by their position. This context hides from
-    Linear that it is recomputed. Only delayed scaling needs this information.
+    The context makes activation recomputation (gradient_checkpointing) work. With recomputation, Linear in Transformer
+    Engine 2.20.2 also quantizes its weight by columns in the first forward pass but not in the second, although a
+    backward pass without FP8 does not use the columns. The second forward pass therefore saves fewer tensors, and the
+    backward pass, which looks up saved tensors by position, fails. This context hides the recomputation from Linear.
+    Only delayed scaling needs to know about recomputation.
     """
     if te.name == "reference":
         return nullcontext()
@@ -441,14 +435,15 @@ def document_attention(name: str, te: SimpleNamespace, dtype: torch.dtype) -> st
             f"data.document_mask: model.attention_backend {name} does not support document masks with "
             f"{dtype}. In 16-bit precision, this GPU supports document masks with: "
             f"{' or '.join(offered) or 'none'}. flash needs a FlashAttention package (pip install -r "
-            "requirements-gpu.txt), and fused (cuDNN) needs full_determinism false",
+            "requirements-gpu.txt), and fused (cuDNN) needs full_determinism false. Change these settings, or set "
+            "data.document_mask to false",
             key="data.document_mask",
         )
     return offered[0] if name == "auto" else name
 
 
 def release_models() -> None:
-    """Release the references that Transformer Engine keeps to models in this process. No existing model may run
+    """Release the references that Transformer Engine keeps to models in this process. Do not run existing models
     afterwards.
 
     After each pass, Transformer Engine updates the scales of every module that ever ran with delayed scaling. Without

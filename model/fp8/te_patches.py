@@ -19,7 +19,7 @@ FUSED_SWIGLU, PACKED_SWIGLU = "fused_swiglu", "packed_swiglu"
 
 
 def apply() -> dict[str, Any]:
-    """Patch Transformer Engine, and return this file's members of the namespace from te_backend.load, by name."""
+    """Patch Transformer Engine, and return the members that this file adds to the namespace of te_backend.load."""
     utils: Any = importlib.import_module("transformer_engine.pytorch.utils")
     _fuse_residual_gradients()
     fused = False
@@ -39,8 +39,8 @@ def apply() -> dict[str, Any]:
 def quantize_weights_again(modules: Iterable[Any]) -> None:
     """Make modules of TE quantize their weights again in the backward pass instead of keeping the FP8 copies.
 
-    For ZeRO 3 with gradient_checkpointing "mlp" or precision.fp8_weight_gather. ZeRO 3 gathers the weights of a module
-    for both passes and does not reuse FP8 copies. TE has this mode for FSDP2.
+    Use this function for ZeRO 3 with gradient_checkpointing "mlp" or precision.fp8_weight_gather. ZeRO 3 gathers the
+    weights of a module for both passes and does not reuse FP8 copies. TE provides this mode for FSDP2.
     """
     for module in modules:
         module._is_fsdp2 = True
@@ -130,7 +130,7 @@ def _fuse_residual_gradients() -> None:
 def _save(made: Any, columns: torch.Tensor) -> None:
     """Make TE save `columns` for the backward pass instead of the row-wise and transposed data of `made`.
 
-    made: Float8TensorStorage that is saved by a module of TE.
+    made: the Float8TensorStorage that a TE module saves.
     """
     # references that outlive the call, or form a cycle, would keep the memory
     reference, held = weakref.ref(made), [columns]
@@ -148,7 +148,7 @@ def _release_rows_of_norm() -> None:
     """Make LayerNormMLP with delayed or current scaling release the row-wise FP8 output of its norm after the forward
     pass.
 
-    TE keeps it, although the backward pass only uses the transposed copy.
+    TE keeps the row-wise output, although the backward pass uses only the transposed copy.
     """
     module: Any = importlib.import_module("transformer_engine.pytorch.module.layernorm_mlp")
     storage: Any = importlib.import_module("transformer_engine.pytorch.tensor.storage").Float8TensorStorage
@@ -169,8 +169,8 @@ def _register_swiglu() -> bool:
     With delayed scaling, the scale is known in advance, so the kernel that computes the gradient also casts it to FP8.
     With other recipes, TE computes the gradient in bf16, writes it, and reads it back to cast it.
 
-    FUSED_SWIGLU keeps what TE keeps for the backward pass. PACKED_SWIGLU keeps the input in 8 bits and recomputes the
-    output. Both are TE's own SwiGLU if the recipe is not delayed scaling.
+    For the backward pass, FUSED_SWIGLU saves the same tensors as TE. PACKED_SWIGLU saves the input in 8 bits and
+    recomputes the output. With recipes other than delayed scaling, both use TE's own SwiGLU.
 
     TE looks up activations by recipe in a private table of forward, backward and backward-with-cast functions. If the
     table does not exist, nothing is registered, a warning is logged, and the result is False. If the installed
@@ -211,9 +211,10 @@ def _register_swiglu() -> bool:
 
 
 def _recompute_swiglu(reference: Any, kernels: Any, F: int, saved: list[Any]) -> list[Any]:
-    """Restore a SwiGLU output, transposed, from the packed input that `_save` saved in its place.
+    """Recompute the transposed output of SwiGLU from the packed input that `_save` saved instead of the output.
 
-    Replaces Float8TensorStorage.restore_from_saved, which takes its tensors from `saved` and returns the others.
+    Replaces Float8TensorStorage.restore_from_saved, which takes its own tensors from the start of `saved` and returns
+    the remaining tensors.
     """
     made = reference()
     _, packed, scale_inv, *others = saved

@@ -151,7 +151,7 @@ def loss_and_statistics(
 def gradient_in_place(
     logits_MV: torch.Tensor, statistics: Sequence[torch.Tensor], upstream: torch.Tensor
 ) -> torch.Tensor:
-    """Overwrite the logits with the gradient of the mean cross entropy and return them.
+    """Overwrite the logits with the gradient of the mean cross entropy, and return the same tensor.
 
     The gradient is multiplied by the scalar `upstream`, the gradient of the loss.
     """

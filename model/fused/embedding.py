@@ -55,8 +55,7 @@ def _sum_rows(ids, order, gradient, out, parts, M, H, ROWS: tl.constexpr, PIECE:
 
 @triton.jit
 def _join_rows(ids, ends, out, parts, H, ROWS: tl.constexpr, PIECE: tl.constexpr):
-    """Add up the partial sums for a token id whose tokens begin in this program's rows and continue in the next
-    programs' rows.
+    """Add up the partial sums of a token id whose tokens span several programs, starting with this program.
 
     Args:
         ends: int64 [programs]. Position after the last token that has the same id as the program's last token.
@@ -110,7 +109,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Look up token embeddings. CUDA only.
+    """Look up token embeddings. The weight gradient is summed in float32 (`sum_by_row`). CUDA only.
 
     Args:
         ids: int64 [...], any shape.

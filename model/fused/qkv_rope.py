@@ -27,7 +27,7 @@ PROGRAMS = 2048
 
 @triton.jit
 def _head_gains(q_norm, k_norm, head, channel, fits, N: tl.constexpr, K: tl.constexpr):
-    """Return the norm weight for each head and channel as float32. It is 1 for the heads of v."""
+    """Return the norm weight for each head and channel as float32. The weight is 1 for the heads of v."""
     of_q = tl.load(q_norm + channel, mask=fits, other=0.0).to(tl.float32)
     of_k = tl.load(k_norm + channel, mask=fits, other=0.0).to(tl.float32)
     return tl.where(head < N, of_q, tl.where(head < N + K, of_k, 1.0))
@@ -45,7 +45,10 @@ def _load_heads(q_at, k_at, v_at, is_q, is_k, is_v):
 
 @triton.jit
 def _inverse_rms(first, second, turns, eps, D: tl.constexpr):
-    """Return 1 / rms of each head, and 1 for v. first, second: the halves of the heads."""
+    """Return 1 / RMS of each head of q and k, and 1 for the heads of v.
+
+    first, second: the two halves of all heads. turns: whether a head belongs to q or k.
+    """
     return tl.where(turns, tl.rsqrt(tl.sum(first * first + second * second, 1) / D + eps)[:, None], 1.0)
 
 
@@ -322,8 +325,10 @@ def split_and_rotate(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split a fused QKV projection, and apply RMSNorm, if there are weights, and rotary embeddings to the heads of q
-    and k. Computes in float32 and rounds once. CUDA only.
+    """Split a fused QKV projection into q, k and v, and apply rotary embeddings to q and k. CUDA only.
+
+    If norm weights are given, RMSNorm is applied to each head of q and k before the rotation. Results are computed in
+    float32 and rounded once.
 
     Shapes: B batch, T tokens, N query heads, K key/value heads, D head dimension.
 
@@ -408,9 +413,10 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Apply rotary embeddings to x [B, T, heads, D]. Computes in float32 and rounds once. CUDA only.
+    """Apply rotary embeddings to x. The result is computed in float32 and rounded once. CUDA only.
 
     Args:
-        freqs: rotary angles, float32 [T, 1, 1, D] (T tokens, head dimension D).
+        x: [B, T, heads, D] (batch B, T tokens, head dimension D).
+        freqs: rotary angles, float32 [T, 1, 1, D].
     """
     return _Rotate.apply(x, freqs)

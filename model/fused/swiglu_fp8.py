@@ -185,7 +185,7 @@ def swiglu(x: torch.Tensor, quantizer: Any, packed: torch.Tensor | None = None) 
 
     Args:
         quantizer: Transformer Engine's quantizer for delayed scaling.
-        packed: buffer from `empty_packed` for the packed form of x.
+        packed: buffer from `empty_packed` to which the packed form of x is written, or None.
     """
     x = x.contiguous()
     F = x.shape[-1] // 2

@@ -21,7 +21,7 @@ MASK_OF_FORMAT = {"bshd": "causal", "thd": "padding_causal"}
 class _WideBackward(torch.autograd.Function):
     """Autograd function for torch's attention that computes gradients in float32 and rounds them once.
 
-    On a CPU without 16-bit instructions, 16-bit gradients take five times as long as float32 gradients.
+    On a CPU without 16-bit instructions, computing 16-bit gradients is much slower than computing float32 gradients.
     """
 
     @staticmethod

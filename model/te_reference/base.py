@@ -98,14 +98,14 @@ _registry: dict[tuple[bool, str], weakref.WeakKeyDictionary[DelayedScalingState,
 def autocast(enabled: bool = True, *, recipe: Recipe | None = None) -> Iterator[None]:
     """Context manager in which FP8 modules quantize with `recipe`, which defaults to DelayedScaling().
 
-    Contexts nest: an inner context replaces the outer one until it exits, so `autocast(enabled=False)` disables FP8
-    inside.
+    Contexts can be nested. An inner context replaces the outer context until the inner context exits, so
+    `autocast(enabled=False)` disables FP8 inside an FP8 context.
 
     Wrap only the forward pass. When the outermost enabled context exits, delayed scaling updates the forward scales.
 
     As in Transformer Engine, a module in an inner context does not count as the first module of the outer context. If
     the backward pass of the inner module does not use FP8, the next module's backward pass updates the backward scales.
-    If both use FP8, the second update finds no new amax and does nothing.
+    If both modules use FP8, both update the scales. The second update finds no new amax and does nothing.
     """
     outer = running.enabled, running.recipe, running.first_module
     running.enabled = enabled
@@ -209,7 +209,7 @@ class Quantizer:
 
         The kernel for delayed scaling quantizes the float32 result directly. With the other recipes, the result is
         rounded to `dtype` first. For current scaling, the activation kernel computes the amax (largest magnitude)
-        before this rounding (`amax_before_rounding`), and the norm kernel after it.
+        before this rounding (`amax_before_rounding`), and the norm kernel computes the amax after the rounding.
         """
         if isinstance(self.state, DelayedScalingState):
             return self(x, columnwise=columnwise)
@@ -246,7 +246,7 @@ class FP8Call:
     def accumulates_fast(self, gemm: str) -> bool:
         """Return whether the recipe sets use_split_accumulator=False for a GEMM kind ("fprop", "dgrad" or "wgrad").
 
-        DelayedScaling has no such field. Transformer Engine then uses the default of Float8CurrentScaling.
+        For DelayedScaling, which has no such field, Transformer Engine uses the default of Float8CurrentScaling.
         """
         recipe, name = self.forward_state.recipe, f"fp8_gemm_{gemm}"
         params = getattr(recipe, name, getattr(Float8CurrentScaling, name))

@@ -116,7 +116,7 @@ class _Linear(torch.autograd.Function):
 def linear_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     """Compute x @ W.T and its gradients in float32, each rounded once to the dtype of x and W.
 
-    On CPUs without 16-bit instructions, torch is fifteen times slower in 16 bits.
+    On CPUs without 16-bit instructions, torch computes 16-bit products much more slowly than float32 products.
     """
     return F.linear(x, weight) if x.dtype == torch.float32 else _Linear.apply(x, weight)
 
@@ -216,10 +216,9 @@ def fp8_gemm(
 ) -> Tensor:
     """Compute `f(x) @ W.T` with FP8 operands, where `f` is RMSNorm, SwiGLU or the identity.
 
-    The quantizers of `module`'s GEMM with index `gemm` quantize the operands.
-
     RMSNorm is applied if `norm_weight` is given. The input is [..., K], or [..., 2 K] with `swiglu`; the output is
-    [..., N] (K input features, N output features).
+    [..., N] (K input features, N output features). The operands are quantized with the FP8 state of `module` for its
+    GEMM with index `gemm`.
 
     Raises ValueError if FP8 GEMMs do not support the shapes.
     """

@@ -149,8 +149,8 @@ class LayerNormMLP(FP8Module):
         call = self.prepare_fp8(inp)
         if call is not None and call.high_precision_backward:
             raise ValueError(
-                "Like its counterpart in Transformer Engine, LayerNormMLP does not support recipes with "
-                "backward_override; use another recipe, or run this module under autocast(enabled=False)."
+                "As in Transformer Engine, LayerNormMLP does not support recipes with backward_override; use "
+                "another recipe, or run this module under autocast(enabled=False)."
             )
         if call is None:
             return linear_in_float32(

@@ -163,8 +163,7 @@ def quantize_current(
     """Quantize a matrix with current scaling. The scale is computed from `amax_of_x` if given, otherwise from the amax
     of `x`.
 
-    An amax is the largest magnitude of a tensor. A fused kernel may compute it before rounding and pass it as
-    `amax_of_x`.
+    An amax is the largest magnitude of a tensor. Pass `amax_of_x` if a fused kernel computes the amax before rounding.
     """
     amax_of_x = amax(x) if amax_of_x is None else amax_of_x
     scale = scale_from_amax(amax_of_x, FP8_MAX[dtype], power_2_scale=power_2_scale, amax_epsilon=amax_epsilon)
@@ -307,10 +306,10 @@ def fp8_matmul(
     """Multiply two FP8 matrices, accumulate in float32, and round once to `out_dtype`.
 
     FP8 products are exact in float32. Per-tensor scales multiply the result. Tile scales multiply the operands, because
-    they change along the contraction.
+    tile scales change along the contraction.
 
     Args:
-        left, right: the operands. They must not be None.
+        left, right: the operands, not None.
         layout: "nt" for left @ right.T (forward), "nn" for left @ right (input gradient), or "tn" for left.T @ right
             (weight gradient).
         fast: whether to use fast accumulation (use_split_accumulator=False in Transformer Engine).

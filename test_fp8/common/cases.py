@@ -55,22 +55,23 @@ def parse_cases(
 ) -> dict[str, Case]:
     """Parse the benchmark cases that are defined by --row NAME key=value ... options.
 
-    given: the arguments of each --row option. taken: case names that are already in use. allowed: the keys that a case
-    may set, or None for all keys. Raises CaseError if a name or a key is invalid.
+    given: the arguments of each --row option. taken: case names that are already in use. allowed: the keys and sections
+    that a case may set, or None for all keys. Raises CaseError if a name or key is invalid, or a value is missing.
     """
     cases: dict[str, Case] = {}
     for name, *pairs in given:
         if not re.fullmatch(r"\w[\w.-]*", name) or name in taken or name in cases:
             raise CaseError(
-                f"--row {name}: the name is invalid or already in use; choose another name that consists of "
-                "letters, digits, _, - and ."
+                f"--row {name}: the name is invalid or already in use; choose another name that starts with a letter, "
+                "digit or _, and consists of letters, digits, _, - and ."
             )
         for pair in pairs:
             key, equals, _ = pair.partition("=")
-            sections = [key] if allowed is None else allowed
-            if not equals or not any(f"{key}.".startswith(f"{section}.") for section in sections):
+            if not equals:
+                raise CaseError(f"--row {name}: {pair} has no value; write key=value")
+            if allowed is not None and not any(f"{key}.".startswith(f"{section}.") for section in allowed):
                 raise CaseError(
-                    f"--row {name} {pair}: expected key=value, where the key starts with {', '.join(sections)}"
+                    f"--row {name}: this benchmark cannot change {key}; use these keys or sections: {', '.join(allowed)}"
                 )
         cases[name] = Case(name, dict(pair.split("=", 1) for pair in pairs))
     return cases
@@ -83,5 +84,5 @@ def select(patterns: Sequence[str], cases: Mapping[str, Case]) -> list[Case]:
     """
     for pattern in patterns:
         if not fnmatch.filter(cases, pattern):
-            raise CaseError(f"--rows {pattern}: no case matches this name; choose from {', '.join(cases)}")
+            raise CaseError(f"--rows {pattern}: no case matches this pattern; choose from {', '.join(cases)}")
     return [c for c in cases.values() if any(fnmatch.fnmatchcase(c.name, pattern) for pattern in patterns)]

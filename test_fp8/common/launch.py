@@ -103,7 +103,7 @@ def vllm_environment() -> dict[str, str] | None:
 def call_with_vllm(
     function: str, calls: Sequence[Mapping[str, Any]], environment: Mapping[str, str], package: str = "vllm"
 ) -> dict[str, Any]:
-    """Call a function of model/vllm_functions.py with the packages of vLLM.
+    """Call a function of test_fp8/model/vllm_functions.py in a child process with the packages of vLLM.
 
     calls: the arguments of each call. package: the package that the function uses. Returns the "version" of the package
     and the result of each call ("found"). Raises ValueError if a call fails.
@@ -115,5 +115,5 @@ def call_with_vllm(
         asked.write_text(json.dumps(request), encoding="utf-8")
         status = subprocess.run([sys.executable, script, asked, answered], env=environment).returncode
         if status:
-            raise ValueError(f"{script.name} exited with status {status}; its output is above")
+            raise ValueError(f"{script.name} exited with status {status}; see the output above")
         return json.loads(answered.read_text(encoding="utf-8"))

@@ -67,7 +67,7 @@ def model_config(text: str) -> str:
 SHARED: dict[str, tuple[str, dict[str, Any]]] = {
     "--config": ("Name or path of the model configuration.", {"type": model_config}),
     "--row": (
-        "Name of a case to add, and the keys of the training configuration that define the case.",
+        "Add a case: the name of the case, and training configuration keys with their values. Can be repeated.",
         {"nargs": "+", "action": "append", "metavar": ("NAME", "key=value")},
     ),
     "--micro_batch": ("Number of samples per micro-batch.", {"type": positive}),
@@ -134,7 +134,7 @@ class Options(argparse.ArgumentParser):
 
 
 def choose_defaults(options: argparse.Namespace) -> None:
-    """Replace each `DeviceDefault` with its value for this host, which depends on whether the host has a GPU."""
+    """Replace each `DeviceDefault` in `options` with the value `gpu` if this host has a GPU, otherwise with `cpu`."""
     import torch
 
     for key, value in vars(options).items():

@@ -167,7 +167,7 @@ def table(results: Sequence[Result], columns: Columns) -> str:
 
 
 def plain_labels(names: Mapping[str, str]) -> dict[str, str]:
-    """Return a label for each benchmark case: its plain name, followed by the case's name if it is not unique.
+    """Return a label for each benchmark case: the plain name. If cases share a plain name, the case name is appended.
 
     names: maps the names of the cases to plain names, such as "te_layer, FP8 delayed, AdamW".
     """

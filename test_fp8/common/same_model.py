@@ -145,7 +145,8 @@ def check_same_model(
         )
     if different := different_weights(weights, reference.weights):
         raise DifferentModel(
-            f"{len(different)} weights differ from those of the transformers model, such as {', '.join(different[:3])}"
+            f"{len(different)} weights differ from the weights of the transformers model; the first are "
+            f"{', '.join(different[:3])}"
         )
     error = relative_error(probe_logits(model, input_ids), reference.logits)
     allowed = reference.logits_tolerance()[compute]
