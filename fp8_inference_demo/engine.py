@@ -58,7 +58,10 @@ class Timing:
 
 
 class Step:
-    """Decoding step for a fixed number of rows. All tensors keep their addresses, so a CUDA graph can replay the step."""
+    """Decoding step for a fixed number of rows.
+
+    All tensors keep their addresses, so a CUDA graph can replay the step.
+    """
 
     def __init__(self, forward: Forward, rows: int, sampling: Sampling):
         device, S = forward.weights.device, forward.cache.max_length

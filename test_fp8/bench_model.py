@@ -21,7 +21,7 @@ fails this check, the reason is reported instead of a speed, and the exit status
 The cases hf_* and torchao_*, which use modules from transformers, are measured with each of torch's SDPA backends
 (--sdpa) and loss implementations (--loss), and the fastest is reported. The loss "liger" needs liger-kernel. The cases
 megatron_core_* use Megatron-Core's GPTModel with Transformer Engine modules, its distributed optimizer and its fusions.
-They need Python 3.12 and pip install --no-deps megatron-core==0.19.2.
+These cases need Python 3.12 and pip install --no-deps megatron-core==0.19.2.
 
 The first round tries each --micro_batch with each attention and loss, and later rounds use the fastest setting. Every
 second round runs in reverse order. Settings that do not fit in memory are skipped. The throughput is computed from the

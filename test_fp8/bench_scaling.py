@@ -118,10 +118,10 @@ def describe_case(options: argparse.Namespace, case: Case, ranks: int) -> Result
 def make_programs(
     options: argparse.Namespace, cases: Mapping[str, Case], ranks: int, gpus: int, folder: Path
 ) -> list[Program]:
-    """Return the benchmark processes that run at the same time in one round.
+    """Return the programs that run at the same time in one round.
 
-    If `ranks` is 1, there is one process per GPU. Otherwise, there is one process that uses several ranks. gpus: the
-    number of GPUs on this host.
+    If `ranks` is 1, one program runs on each GPU. Otherwise, a single program runs on several ranks. gpus: the number
+    of GPUs on this host.
     """
     places: list[list[int] | None] = [list(range(ranks)) if gpus else None]
     if ranks == 1 and gpus:
@@ -221,7 +221,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
 
 
 def panels(results: Sequence[Result]) -> list[report.Panel]:
-    """Return the speed of each case, in tokens/s of all GPUs, for the plot. It has one panel per number of GPUs."""
+    """Return the panels of the plot, one per number of GPUs, with the speed of each case in tokens/s over all GPUs."""
     measured = report.measured(results)
     names = {r["row"]: f"ZeRO {r['stage']}, {r['compute'].replace('fp8', 'FP8')}" for r in measured}
     labels = report.plain_labels(names)

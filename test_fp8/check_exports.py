@@ -8,10 +8,10 @@ transformers load each export. vLLM continues texts greedily, and transformers c
 tokens in float32 ("exact") and as vLLM does, in bf16 with FP8 activations if the weights are in FP8 ("rounded"). The
 exit status is 1 if
 
-- the mean difference between the log-probabilities of vLLM and the exact ones is more than twice that of the rounded
-  ones, or
-- vLLM chooses a token that is less likely than the likeliest one by more than four times the largest difference of the
-  rounded ones, or
+- the mean difference between vLLM's and the exact log-probabilities is more than twice the mean difference between the
+  rounded and the exact log-probabilities, or
+- vLLM chooses a token whose log-probability is below the highest by more than four times the largest difference
+  between a rounded and an exact log-probability, or
 - vLLM and transformers split a text into different tokens.
 
 If the environment variable VLLM_PYTHONPATH is set, it replaces PYTHONPATH for vLLM and transformers."""
@@ -81,7 +81,10 @@ COLUMNS: report.Columns = {
 
 
 def measure(options: argparse.Namespace) -> report.Outcome:
-    """Train, export and compare. Raises ValueError if vLLM is not installed or a program fails."""
+    """Train and export small models, and compare vLLM and transformers on each export.
+
+    Raises ValueError if vLLM is not installed or a program fails.
+    """
     environment = vllm_environment()
     if environment is None:
         raise ValueError(
@@ -111,9 +114,10 @@ def measure(options: argparse.Namespace) -> report.Outcome:
 
 
 def export_models(model: dict[str, Any], recipes: Sequence[str], folder: Path) -> dict[tuple[str, str], Path]:
-    """Train a model with each recipe or in bf16, and export it. Returns the exports by recipe and format.
+    """Train a model in each precision, and export the model in both formats.
 
-    model: keys of config.json that differ from model/configs/tiny.json.
+    model: keys of config.json that differ from model/configs/tiny.json. recipes: names of FP8 recipes, or bf16. Returns
+    a dictionary from (recipe, format) to the folder of the export.
     """
     log = folder / "log"
     text = ["--input", Path(json.__file__).parent, inspect.getfile(argparse)]
@@ -150,12 +154,12 @@ def export_models(model: dict[str, Any], recipes: Sequence[str], folder: Path) -
         exports[recipe, "hf"] = output / "hf"
         out = exports[recipe, "hf-fp8"] = folder / f"{recipe}-fp8"
         run(Program("train/export.py", [output, out, "--format", "hf-fp8"], log))
-        print(f"trained and exported a model with {recipe}", flush=True)
+        print(f"trained and exported a model; precision: {recipe}", flush=True)
     return exports
 
 
 def compare(vllm: Sequence[Result], transformers: Result) -> Result:
-    """Compare the scores of vLLM with those of transformers (model/vllm_functions.py).
+    """Compare the log-probabilities of vLLM with those of transformers (test_fp8/model/vllm_functions.py).
 
     Returns a report entry: the mean differences to the exact log-probabilities ("vllm" and "rounded"), the largest
     "gap" and the "allowed_gap", the number of "tokens" and "texts", and a list of "problems".

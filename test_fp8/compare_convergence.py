@@ -205,7 +205,7 @@ def evaluations(records: Sequence[Result]) -> list[tuple[float, float]]:
 
 
 def seconds_to_loss(points: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Return the training time until the evaluation loss reaches `loss`, in seconds, or None if it never does.
+    """Return the training time in seconds until the evaluation loss reaches `loss`, or None if it stays higher.
 
     points: time in seconds and loss of each evaluation. The time is interpolated between evaluations.
     """
@@ -343,13 +343,14 @@ def measure(options: argparse.Namespace) -> report.Outcome:
             continue
         if not result["eval_difference_percent"] <= options.tolerance * 100:
             misses.append(
-                f"{case.name}: the evaluation loss differs by {result['eval_difference_percent']:+.2f} % from that "
-                f"of {cases[0].name}, but at most {options.tolerance * 100:+g} % is allowed (--tolerance)"
+                f"{case.name}: the evaluation loss differs from the evaluation loss of {cases[0].name} by "
+                f"{result['eval_difference_percent']:+.2f} %, but at most {options.tolerance * 100:+g} % is allowed "
+                "(--tolerance)"
             )
         if result["skipped_steps"] > results[0]["skipped_steps"]:
             misses.append(
-                f"{case.name}: {result['skipped_steps']} steps were skipped, but only {results[0]['skipped_steps']} in "
-                f"{cases[0].name}"
+                f"{case.name} skipped {result['skipped_steps']} steps, but the baseline {cases[0].name} skipped only "
+                f"{results[0]['skipped_steps']}"
             )
     training = {
         **{key: getattr(base, key) for key in TRAINING_KEYS},

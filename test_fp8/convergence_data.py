@@ -89,7 +89,7 @@ COLUMNS: report.Columns = {
 
 
 def download(packages: Path, folder: Path) -> dict[str, Path]:
-    """Download the wheels listed in packages.txt with pip.
+    """Download the wheels listed in the requirements file `packages` with pip.
 
     pip checks the hashes of the wheels and runs no code from them. Returns a dictionary from package names to wheels.
     Raises ValueError if pip fails.

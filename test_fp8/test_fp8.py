@@ -93,7 +93,7 @@ OPTIONS = [
     option(
         "--iterations",
         DeviceDefault(20, 3),
-        "Maximum number of timing samples per measurement.",
+        "Number of timing samples per measurement.",
         type=positive,
     ),
 ]

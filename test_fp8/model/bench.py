@@ -102,7 +102,7 @@ class Series:
     def candidates(self, turn: int) -> list[Setting]:
         """Return the settings to measure in a round.
 
-        The first round tries all settings, and later rounds use only the fastest.
+        The first round tries all settings, and later rounds use only the fastest setting.
         """
         best = self.best()
         return list(self.settings) if not turn else [best] if best else []
@@ -172,8 +172,8 @@ def measure(options: argparse.Namespace) -> Outcome:
     longest, parameters = config.max_position_embeddings, num_parameters(config)
     if options.seq_length % FP8_TRAIN_ROW_MULTIPLE or options.seq_length > longest:
         raise ValueError(
-            f"--seq_length {options.seq_length}: the sequence length must be a multiple of "
-            f"{FP8_TRAIN_ROW_MULTIPLE} and at most {longest}"
+            f"--seq_length {options.seq_length} is not supported; use a multiple of {FP8_TRAIN_ROW_MULTIPLE} that is "
+            f"at most {longest} (max_position_embeddings of the model)"
         )
     series = [Series(case, settings) for case, settings in chosen_cases(options)]
     flops = flops_per_token(config, options.seq_length)
@@ -377,7 +377,7 @@ def first_loss(
 ) -> Result:
     """Run the first forward and backward pass of a model, and return the values for the report.
 
-    The FP8 GEMMs are checked, and the loss is compared with that of the transformers model.
+    The FP8 GEMMs are checked, and the loss is compared with the loss of the transformers model.
 
     Raises StartupCheckError or DifferentModel.
     """

@@ -162,14 +162,17 @@ def decode_with_vllm(
                     answer = call_with_vllm("measure_decoding", [call], {**environment, **settings})
                 except ValueError as error:
                     print(
-                        f"skipped vLLM; precision: {precision}, settings: {settings}, error: {error}",
+                        f"vLLM failed and is skipped; precision: {precision}, settings: {settings}, error: {error}",
                         flush=True,
                     )
                     continue
                 for found in answer["found"][0]:
                     found |= {"version": answer["version"], "settings": settings}
                     measured[found["batch"]].append(found)
-                print(f"measured vLLM; precision: {precision}, settings: {settings}", flush=True)
+                print(
+                    f"measured the decoding speed of vLLM; precision: {precision}, settings: {settings}",
+                    flush=True,
+                )
         for batch, found in measured.items():
             best = min(found, key=lambda r: r["seconds"])
             kernels = min((r["kernel_seconds"] for r in found if "kernel_seconds" in r), default=0)

@@ -34,7 +34,7 @@ def gradients(
 ) -> tuple[float, Gradients]:
     """Return the mean loss and the gradients of a model with Transformer Engine layers at a given precision.
 
-    lm_head computes its FP8 gradients in several parts, as a run with many tokens does.
+    lm_head computes its FP8 gradients in several parts, as in a training run with many tokens per micro-batch.
 
     how: the settings of the "precision" section of the training configuration, and optionally gradient_checkpointing
         and main_grad (speed.main_grad).

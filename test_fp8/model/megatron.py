@@ -63,14 +63,16 @@ def require_megatron() -> None:
             f"{PACKAGE}=={VERSION} with Python 3.12."
         )
     if not torch.cuda.is_available():
-        raise Unavailable("Megatron-Core needs a GPU to use Transformer Engine modules")
+        raise Unavailable(
+            "no CUDA GPU is available, but Megatron-Core needs a GPU for Transformer Engine modules"
+        )
 
 
 def to_megatron(weights: Mapping[str, Tensor], config: MistralConfig) -> dict[str, Tensor]:
     """Convert weights with Hugging Face names to Megatron-Core's names and layout.
 
-    In Megatron-Core's qkv weight, the rows are grouped by key/value head. Each group consists of the rows of its query
-    heads, its key head and its value head.
+    In Megatron-Core's qkv weight, the rows are grouped by key/value head. Each group contains the rows of the query
+    heads that share the key/value head, then the rows of the key head, then the rows of the value head.
     """
     K, D = config.num_key_value_heads, head_dim(config)
     named = {
@@ -166,7 +168,7 @@ def build(
     switches: Mapping[str, bool],
     weights: Mapping[str, Tensor],
 ) -> tuple[Model, Any]:
-    """Build the Megatron-Core model in training mode, and return it with its TransformerConfig.
+    """Build the Megatron-Core model in training mode, and return the model and its TransformerConfig.
 
     weights: the initial weights, with Hugging Face names. Raises DifferentModel if the converted weights do not match
     Megatron-Core's parameters.

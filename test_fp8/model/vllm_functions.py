@@ -29,7 +29,9 @@ PROFILED_STEPS = 64
 def measure_decoding(
     folder: str, batches: list[list[list[int]]], cache: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Measure the seconds per decoding step of each batch and, if the engine runs in this process, of its GPU kernels.
+    """Measure the time of a decoding step in seconds for each batch.
+
+    If the engine runs in this process on a GPU, the time of the GPU kernels in a step is also measured.
 
     folder: model folder with a config.json; the weights are random. batches: for each batch, the token ids of its
     prompts, all of the same length. cache: length of the KV cache per sequence, in tokens. rounds: number of timed
@@ -89,7 +91,7 @@ def kernel_seconds(run: Callable[[], Any]) -> float:
 
 
 def score_with_vllm(folder: str, texts: list[str], new: int) -> list[dict[str, Any]]:
-    """Return the token ids of each text, its greedy continuation by `new` tokens, and the log-probabilities of both."""
+    """Return the token ids of each text, a greedy continuation of `new` tokens, and the log-probabilities of both."""
     # torch.cuda must not be used before this import, because the engine of vLLM runs in a fork of this process
     from vllm import LLM, SamplingParams
 
@@ -117,9 +119,9 @@ def score_with_transformers(folder: str, texts: list[str], scored: list[dict[str
     """Compute the log-probabilities of the tokens that vLLM has scored.
 
     Returns lists with one number per token of all texts: "exact" in float32 with the stored weights, and "rounded" in
-    bf16 and, for FP8 weights, with activations in FP8. "gap" has one number for each token that vLLM generated: how
-    much less likely it is than the likeliest token, in float32. "same_ids" and "same_greedy" count the texts for which
-    transformers has the same token ids and the same greedy continuation.
+    bf16 and, for FP8 weights, with activations in FP8. "gap" has one number for each token that vLLM generated: the
+    highest log-probability at this position minus the log-probability of the token, in float32. "same_ids" and
+    "same_greedy" count the texts for which transformers has the same token ids and the same greedy continuation.
     """
     from transformers import AutoTokenizer
 
