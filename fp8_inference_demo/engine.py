@@ -144,7 +144,7 @@ class Generation:
         self._stopped: set[int] = set()
 
     def stop(self, row: int) -> None:
-        """Stop generating tokens for this row."""
+        """Stop generating tokens for the row with index `row`."""
         self._stopped.add(row)
         self.full.discard(row)
 

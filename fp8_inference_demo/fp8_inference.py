@@ -41,9 +41,9 @@ from model.keys import between, file_problem, unicode
 
 
 def find_model_folder(given: Path) -> Path:
-    """Return the Hugging Face folder for the value of --model: `given` itself, or the hf/ folder in it.
+    """Return the Hugging Face folder for the value of --model: `given` itself, or its subfolder hf.
 
-    Raises InferenceError if neither contains a config.json.
+    Raises InferenceError if neither folder contains a config.json.
     """
     for folder in (given, given / "hf"):
         if (folder / "config.json").is_file():

@@ -54,7 +54,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 def rotate(
     x_BTND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor, positions_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Apply RoPE (arXiv:2104.09864). As in Hugging Face models, it rotates the two halves of the head dimension D.
+    """Apply RoPE (arXiv:2104.09864). As in Hugging Face models, channels i and i + D / 2 of a head form a pair.
 
     x_BTND: queries or keys [B, T, N, D]. cosines, sines: float32 [S, D / 2]. positions_BT: positions of the tokens.
     """

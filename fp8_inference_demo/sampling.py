@@ -28,7 +28,7 @@ WEIGHT_ONE = 2.0**32
 class Sampling:
     """Sampling options.
 
-    As in transformers, they are applied in this order: repetition_penalty, temperature, top_k, top_p, min_p.
+    As in transformers, the options are applied in this order: repetition_penalty, temperature, top_k, top_p, min_p.
     temperature 0 always selects the most likely token. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 have no
     effect.
     """
@@ -54,7 +54,7 @@ def mix(x: Tensor) -> Tensor:
     """Hash each int64 element with the output function of SplitMix64, which is a bijection.
 
     Source: Steele et al. 2014, "Fast splittable pseudorandom number generators". Products wrap around. The masks turn
-    arithmetic right shifts into logical ones.
+    arithmetic right shifts into logical right shifts.
     """
     x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
     x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15

@@ -165,7 +165,7 @@ class Session:
 
         Return the completions, and the `Generation` of the batch.
 
-        on_text: called with the completions so far after each token, and at the end.
+        on_text: callback that receives the completions so far, after each token and at the end.
 
         Raises InferenceError if the logits are not finite, or if a prompt is empty or fills the context.
         """
@@ -292,7 +292,11 @@ def answer_lines(session: Session) -> int:
 
 
 def parse_prompt(line: str, name: str) -> dict[str, Any]:
-    """Parse one line of a prompt file. Raises InferenceError if the line is not a JSON object with a "prompt"."""
+    """Parse one line of a prompt file and return the JSON object.
+
+    Raises InferenceError if the line is not a JSON object, has no string under the key "prompt", or has the reserved
+    key "choices".
+    """
     try:
         record = json.loads(line)
         # refuse NaN, infinity and lone surrogates, which cannot be written to the output

@@ -132,7 +132,7 @@ class StopStrings:
         self.found = False
 
     def push(self, piece: str) -> str:
-        """Add a piece of text and return the text, possibly "", that cannot be part of a stop string.
+        """Add a piece of text, and return all held text that cannot be part of a stop string (possibly "").
 
         Do not call this method after `found` is set.
         """

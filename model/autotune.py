@@ -187,8 +187,8 @@ def choose(candidates: Sequence[Candidate], memory_gib: float = math.inf) -> Cho
     """Return the settings of the fastest candidate that fits into `memory_gib`, or None if no candidate can be chosen.
 
     Args:
-        candidates: candidates in order of preference. The first one whose time is within TIE (a fraction) of the
-            fastest time is chosen.
+        candidates: candidates in order of preference. The first candidate that is at most the fraction TIE slower than
+            the fastest is chosen.
         memory_gib: GPU memory available to the model in GiB.
     """
     usable = [c for c in candidates if math.isfinite(c.ms) and c.peak_gib <= memory_gib]
@@ -227,7 +227,7 @@ def autotune(task: Task, timer: Timer = cuda_ms) -> Choice:
     if choice is None:
         logger.info(
             "precision.auto: every candidate failed to run or did not fit in GPU memory. Training uses "
-            f"precision.compute {computes[0]} and the configured CUDA graphs and attention backend"
+            f"precision.compute {computes[0]} and the configured speed.cuda_graphs and model.attention_backend"
         )
         return Choice(computes[0], task.speed.cuda_graphs, task.attention_backend)
     logger.info(f"precision.auto: using {choice}")

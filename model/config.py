@@ -108,7 +108,7 @@ MISSPELT = 0.7
 class JsonError(UserError, ValueError):
     """An error raised when a JSON file written by the user is invalid.
 
-    `key` is the duplicate key if that is the error, otherwise the path of the file.
+    `key` is the duplicate key, or the path of the file for all other errors.
     """
 
     code = "json"
@@ -136,7 +136,7 @@ def read_json_file(path: Path) -> Any:
         if twice:  # json keeps the last one silently
             raise JsonError(
                 f"{path}: a JSON object contains these keys more than once: {', '.join(twice)}. Keep one entry "
-                "of each",
+                "for each key",
                 code="duplicate_key",
                 key=twice[0],
             )

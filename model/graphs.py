@@ -179,8 +179,8 @@ def use_cuda_graphs(
     Some calls run without graphs: evaluation, calls with additional arguments, inputs with a different shape, and
     batches with more than CAPACITY_FACTOR times as many document pieces as the captured batch (with its padding).
 
-    The graphs reuse the same memory for the activations of each step. Run the backward pass of a step before the next
-    forward pass.
+    The graphs reuse the same memory for the activations of each micro-batch. Run the backward pass of a micro-batch
+    before the next forward pass.
 
     The capture does not change FP8 state, torch's random generators or `.grad`. Gradient buffers that GEMMs add into
     do change. Set these buffers to zero after the capture.

@@ -102,7 +102,7 @@ def check_init_from(folder: str, config: Any) -> None:
 
     Raises:
         WeightsError: If the folder does not exist, its model does not match `config`, or its weights are quantized.
-        ModelConfigError: If its config.json is invalid or unsupported.
+        ModelConfigError: If the config.json of the folder is invalid or unsupported.
     """
 
     def architecture(of: Any) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def read_hf_folder(
     """Read all weights of a model with configuration `config` from a Hugging Face folder.
 
     Args:
-        dtype: compute dtype. Weights are not converted to it, but every value must stay finite when cast to it.
+        dtype: compute dtype. Weights keep the stored dtype, but every value must stay finite when cast to `dtype`.
 
     Returns: CPU tensors keyed by the names from `weight_shapes`, memory-mapped and in the dtype of the file. FP8
     matrices are returned as Quantized.

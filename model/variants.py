@@ -67,8 +67,8 @@ class SpeedConfig:
     """The "speed" section of the training configuration. Switches that need a GPU have no effect on a CPU."""
 
     fused_rope: bool = option(
-        "Apply rotary embeddings, and in te_layer the norms of q and k (Qwen3), in fused kernels (te_linear and "
-        "te_layer only).",
+        "Apply rotary embeddings in fused kernels (te_linear and te_layer only). In te_layer, these kernels also apply "
+        "the norms of q and k (Qwen3).",
         True,
     )
     fused_swiglu: bool = option(

@@ -145,7 +145,7 @@ def make_programs(
 
 
 def measure_round(programs: Sequence[Program], names: Iterable[str]) -> list[dict[str, Result]]:
-    """Run several processes of bench_model.py at the same time, and return the results of each by case name.
+    """Run several processes of bench_model.py at the same time, and return the results of each process by case name.
 
     names: the names of all cases. If a process fails, the result of each case contains only the reason.
     """
@@ -202,7 +202,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         forward = turn % 2 == 0
         order = cases if forward else dict(reversed(cases.items()))
         for ranks in options.gpus if forward else reversed(options.gpus):
-            print(f"round {turn + 1}: {', '.join(order)} on {ranks} GPUs", flush=True)
+            print(f"round {turn + 1}: measuring {', '.join(order)} on {ranks} GPUs", flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 programs = make_programs(options, order, ranks, gpus, Path(folder))
                 rounds[ranks].append(measure_round(programs, cases))
@@ -215,7 +215,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         results,
         {"model": Path(options.config).name, **{key: getattr(options, key) for key in CONDITION_KEYS}},
         failures=[f"{r['row']} on {r['ranks']} GPUs" for r in results if "reason" in r],
-        title=f"{Path(options.config).name}, micro-batch {options.micro_batch} x {options.seq_length} tokens,",
+        title=f"{Path(options.config).name} with micro-batches of {options.micro_batch} x {options.seq_length} tokens",
         plots={"": panels(results)},
     )
 

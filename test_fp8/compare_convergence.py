@@ -79,11 +79,11 @@ OPTIONS = [
         choices=list(PRESETS),
     ),
     *shared(row=[]),
-    option("--baseline", "bf16", "Name of the baseline case, which all other cases are compared with."),
+    option("--baseline", "bf16", "Name of the baseline, the case to which all other cases are compared."),
     option(
         "--tolerance",
         0.005,
-        "Maximum relative increase of the evaluation loss of a case over the baseline's evaluation loss.",
+        "Maximum allowed increase of a case's evaluation loss, as a fraction of the baseline's evaluation loss.",
         type=between(0, 1, float),
     ),
     option("--max_steps", None, "Number of steps per run. Default: max_steps in CONFIG.", type=positive),
@@ -220,7 +220,8 @@ def seconds_to_loss(points: Sequence[tuple[float, float]], loss: float) -> float
 def equal_loss(own: Sequence[Result], base: Sequence[Result]) -> Result:
     """Return the time that each of two runs needs to reach the same evaluation loss, and the ratio of the times.
 
-    The loss is the worse of the two final evaluation losses. "ratio" is the baseline's time divided by the other time.
+    The loss is the worse of the two final evaluation losses. "ratio" is the time of the baseline divided by the time of
+    the other run.
     """
     loss = max(training[-1]["eval_loss"] for training in (own, base))
     seconds, others = (seconds_to_loss(evaluations(training), loss) for training in (own, base))
@@ -368,7 +369,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
 
 
 def plain_name(config: TrainingArguments) -> str:
-    """Describe how a case trains, for plots, such as "te_layer, FP8 delayed, AdamW"."""
+    """Return a description of a case for the plots, such as "te_layer, FP8 delayed, AdamW"."""
     model, precision = config.model, config.precision
     name = {"hf": "transformers", "torchao": "transformers with torchao"}.get(model.variant, model.variant)
     compute = f"FP8 {precision.recipe}" if precision.compute == "fp8" else precision.compute

@@ -42,7 +42,7 @@ OPTIONS = [
     option(
         "--init_from",
         None,
-        "Hugging Face folder with a trained model, which is used instead of --config.",
+        "Hugging Face folder with a trained model to use instead of --config.",
         type=model_config,
     ),
     option(

@@ -60,7 +60,7 @@ OPTIONS = [
     option(
         "--packages",
         ROOT / "test_fp8/packages.txt",
-        "Requirements file with the pinned wheels to download.",
+        "Requirements file that lists the wheels to download, with versions and hashes.",
         type=Path,
     ),
     option("--work_dir", None, "Folder for all output files.", type=Path, required=True, metavar="DIR"),
@@ -71,7 +71,7 @@ OPTIONS = [
         "Amount of text used to train the tokenizer, in bytes.",
         type=positive,
     ),
-    option("--eval_fraction", 0.005, "Fraction of the documents to put in the eval split.", type=float),
+    option("--eval_fraction", 0.005, "Fraction of the documents for the eval split.", type=float),
     option("--workers", 1, "Number of processes for prepare_data.py.", type=positive),
 ]
 # The quality filter is designed for prose, not for code.

@@ -293,7 +293,7 @@ def attend_cache(
 ) -> Rows | Late:
     """Triton version of `reference.attend_cache` for M rows and K key/value heads.
 
-    context.arrived: has at least M rows and K columns. The kernel resets it to zero.
+    context.arrived: buffer with at least M rows and K columns. The kernel resets the buffer to zero.
     largest: buffer for the largest magnitude in each row of the output, int32 zeros [M]. May be None if digits is 0.
     """
     M, (K, S, D) = len(positions), keys.shape[1:]

@@ -58,8 +58,9 @@ def _multiply_many(
     Both operands are FP8, or bf16 if G is 0. x has one scale per row. Each row of the weight has G scales.
 
     DIGITS: number of FP8 codes per element of x.
-    LATE: x is bf16, and the kernel quantizes it. x_scale contains the bits of the largest magnitude in each row.
-    SWIGLU: the weight has R rows of gate and R rows of up, and `out` is silu(gate) * up.
+    LATE: whether x is bf16 and this kernel quantizes x. x_scale then contains the bits of the largest magnitude in each
+        row.
+    SWIGLU: whether the weight has R rows of gate and R rows of up, and `out` is silu(gate) * up.
     LARGEST: write the bits of the largest magnitude in each row of `out` to `largest`. The next product uses them to
         quantize `out`.
     ADDED: number of columns that tensor cores accumulate before the sum is moved to float32. None means all columns.

@@ -92,8 +92,8 @@ def _rows(
 ) -> tuple[torch.Tensor, Rows]:
     """Launch `_row`. Return x + delta, and its RMSNorm or SwiGLU (if `swiglu`) as an operand of `gemm`.
 
-    digits: number of FP8 terms whose scaled sum represents each value of the operand. The operand then consists of FP8
-    codes [digits, M, C] and scales [digits, M, 1]. If 0, the operand is bf16 [M, C] without a scale.
+    digits: number of FP8 codes whose scaled sum represents each value of the operand. If 0, the operand is bf16 [M, C]
+    without a scale. Otherwise, it consists of FP8 codes [digits, M, C] and scales [digits, M, 1].
     """
     M, C = x.shape[-2:]
     C = C // 2 if swiglu else C

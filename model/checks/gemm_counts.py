@@ -136,8 +136,10 @@ def pause_counting() -> AbstractContextManager[None]:
 
 
 def count_replay(forward: Counter[str], backward: int = 0) -> None:
-    """Add the GEMMs of a replayed CUDA graph, which were counted during its capture, to the active `count_gemms`
-    context.
+    """Add the GEMMs of a replayed CUDA graph to the active `count_gemms` context.
+
+    Args:
+        forward, backward: the counts from the capture of the graph (see `Gemms`).
     """
     if _counting and (gemms := _counting[-1]) is not None:
         gemms.forward.update(forward)

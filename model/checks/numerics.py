@@ -99,8 +99,8 @@ def choose_kernels(
         raise StartupCheckError(
             f"{probe.describe(without)}. The GPU or an installed package computes wrong results. Install the package "
             "versions in requirements-gpu.txt, or choose another precision.recipe. If precision.margin or "
-            "precision.amax_epsilon is set, remove it. If only lm_head is wrong, set precision.fp8_head_gradients to "
-            "false",
+            "precision.amax_epsilon is set, remove the key. If only lm_head is wrong, set "
+            "precision.fp8_head_gradients to false",
             code="wrong_numbers",
             key="precision.recipe",
         )

@@ -197,15 +197,15 @@ def verify_attention(
     backend = te_backend.attention_backend_in_use(precision.te)
     if backend == te_backend.NO_ATTENTION:
         raise StartupCheckError(
-            "Transformer Engine did not report its attention backend. The installed version is probably not "
+            "Transformer Engine did not report an attention backend. The installed version is probably not "
             "supported. Install the supported version with pip install -r requirements-gpu.txt",
             code="no_attention",
         )
     if backend == "unfused" and requested != "unfused":
         raise StartupCheckError(
-            "Transformer Engine chose unfused attention, which is slow and whose memory grows with the square of "
-            "the sequence length. To see the reason, set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2. To use unfused "
-            "attention anyway, set model.attention_backend to unfused",
+            "Transformer Engine chose unfused attention. Unfused attention is slow and needs memory that grows with "
+            "the square of the sequence length. To see the reason for the choice, set NVTE_DEBUG=1 "
+            "NVTE_DEBUG_LEVEL=2. To use unfused attention anyway, set model.attention_backend to unfused",
             code="unfused_attention",
             key="model.attention_backend",
         )

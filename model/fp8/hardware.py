@@ -73,7 +73,7 @@ def emulates_block_scaling(capability: Capability) -> bool:
 
 
 def uses_head_gradients(capability: Capability) -> bool:
-    """Return whether lm_head computes its gradients in FP8 by default, because block scaling is reliable on a GPU."""
+    """Return whether lm_head computes its gradients in FP8 by default. This requires reliable block scaling."""
     found = architecture(capability)
     return "block" in found.recipes and "block" not in found.unreliable
 

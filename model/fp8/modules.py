@@ -44,7 +44,10 @@ class FP8Report:
     fallbacks: dict[str, str]
 
     def lines(self, recipe: str | None, ran: int) -> list[str]:
-        """Return the log lines: the number of FP8 modules, each fallback, and each reason not to run modules in FP8."""
+        """Return log lines with the number of FP8 modules, the fallbacks, and why other modules do not run FP8.
+
+        recipe: name of the FP8 recipe, or None without FP8. ran: number of modules that ran FP8.
+        """
         total = len(self.planned) + len(self.kept)
         how = f" ({recipe} scaling)" if recipe else ""
         out = [f"FP8: {ran} of {total} GEMM modules ran FP8{how}"]
@@ -60,7 +63,7 @@ class FP8Report:
 
 
 def group_by_value(items: dict[str, str]) -> dict[str, list[str]]:
-    """Return a dictionary from each value in `items` to its keys."""
+    """Return a dictionary from each value in `items` to the list of keys with this value."""
     found: dict[str, list[str]] = {}
     for key, value in items.items():
         found.setdefault(value, []).append(key)

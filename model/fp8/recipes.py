@@ -186,7 +186,7 @@ class PrecisionSettings:
     )
     fp8_head_gradients: bool | None = option(
         "Whether to compute both gradient GEMMs of a bf16 lm_head in FP8 with block scaling (te_linear and te_layer "
-        "only). If null, FP8 is used on GPUs that support block scaling, except on those of compute capability 12.",
+        "only). If null, FP8 is used on GPUs that support block scaling, except on GPUs of compute capability 12.",
         None,
         before=False,
     )

@@ -207,8 +207,8 @@ def _fp8_cross_entropy(quantizer: Callable[[], Any]) -> SimpleNamespace:
 def _prefer_bundled_cudnn() -> None:
     """Make Transformer Engine (TE) load the cuDNN that torch bundles, unless the user has set CUDNN_HOME.
 
-    TE checks CUDNN_HOME first, and prefers a system cuDNN to torch's. Two cuDNN versions in one process cause a failed
-    import or slow, unfused attention. `cudnn_versions` reports the loaded versions.
+    TE checks CUDNN_HOME first, and prefers the system's cuDNN to torch's cuDNN. Two versions in one process cause a
+    failed import or slow, unfused attention. `cudnn_versions` reports the loaded versions.
     """
     try:
         home = list(importlib.import_module("nvidia.cudnn").__path__)[0]
@@ -375,11 +375,11 @@ FLASH_PACKAGES = ("flash-attn-4", "flash-attn-3", "flash-attn")
 def document_backends() -> tuple[str, ...]:
     """Return the attention backends that support document masks on this GPU, in order of preference.
 
-    Unfused attention is excluded, because it pads each document to the length of the longest one. FlashAttention comes
-    first, because its work grows with the number of tokens. cuDNN launches its kernels for each document as if the
-    document contained all tokens of the batch. cuDNN's deterministic backward needs a workspace of about 128 bytes for
-    each document, head and pair of positions, which Transformer Engine refuses at any relevant size. cuDNN is therefore
-    excluded if kernels must be deterministic.
+    Unfused attention is excluded, because it pads each document to the length of the longest document. FlashAttention
+    comes first, because its work grows with the number of tokens. cuDNN launches its kernels for each document as if
+    the document contained all tokens of the batch. cuDNN's deterministic backward needs a workspace of about 128 bytes
+    for each document, head and pair of positions, which Transformer Engine refuses at any relevant size. cuDNN is
+    therefore excluded if kernels must be deterministic.
     """
     flash = any(package_version(package) for package in FLASH_PACKAGES)
     deterministic = (

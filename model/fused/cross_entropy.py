@@ -223,7 +223,7 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Compute the mean cross entropy of logits [..., V] (vocabulary size V). CUDA only.
 
-    Positions with the label -100 are ignored. The backward pass overwrites the logits with their gradient, so it can
-    run only once.
+    Positions with the label -100 are ignored. The backward pass can run only once, because it overwrites the logits
+    with their gradient.
     """
     return _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.flatten())

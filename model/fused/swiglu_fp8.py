@@ -205,7 +205,7 @@ def swiglu_transposed(packed: torch.Tensor, F: int, scale_inv: torch.Tensor, e4m
     """Compute silu(gate) * up from a packed input [M, 2 F + ...] as transposed FP8 codes: uint8 [F, M]. CUDA only.
 
     Args:
-        scale_inv: the inverse of the scale with which `swiglu` cast its output.
+        scale_inv: inverse of the scale that `swiglu` used to cast the output to FP8.
         e4m3: whether the FP8 format is e4m3 instead of e5m2.
     """
     M, pitch = packed.shape

@@ -18,7 +18,7 @@ import torch
 
 
 class Format(Enum):
-    """FP8 number format for forward and backward tensors."""
+    """FP8 number formats: e4m3 for all tensors (E4M3), or e4m3 with e5m2 for gradients (HYBRID)."""
 
     E4M3 = "e4m3"
     HYBRID = "hybrid"

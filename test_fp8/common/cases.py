@@ -71,7 +71,7 @@ def parse_cases(
                 raise CaseError(f"--row {name}: {pair} has no value; write key=value")
             if allowed is not None and not any(f"{key}.".startswith(f"{section}.") for section in allowed):
                 raise CaseError(
-                    f"--row {name}: {key} is not allowed here; use these keys or keys of these sections: "
+                    f"--row {name}: a case cannot set {key}; use one of these keys, or a key of these sections: "
                     f"{', '.join(allowed)}"
                 )
         cases[name] = Case(name, dict(pair.split("=", 1) for pair in pairs))

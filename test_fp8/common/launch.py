@@ -70,7 +70,7 @@ def run_together(programs: Sequence[Program]) -> list[int]:
 
 
 def run(program: Program) -> None:
-    """Run a script. Raises ValueError if it fails."""
+    """Run a script and wait until it exits. Raises ValueError if the exit status is not 0."""
     if status := program.start().wait():
         raise ValueError(f"{program.script} exited with status {status}: {program.last_lines()}")
 

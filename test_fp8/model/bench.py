@@ -249,7 +249,10 @@ def measure_turn(one: Series, turn: int, conditions: Conditions) -> None:
             continue
         one.found.setdefault(setting, []).append(found)
         speed = one.speeds(setting)[-1]
-        print(f"{label}: {speed:,.0f} tokens/s, loss {found['loss']:.5f}, {found['attention']}", flush=True)
+        print(
+            f"{label}: {speed:,.0f} tokens/s, loss {found['loss']:.5f}, attention {found['attention']}",
+            flush=True,
+        )
 
 
 def add_ratios(results: Sequence[Result]) -> None:
