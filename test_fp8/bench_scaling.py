@@ -194,7 +194,7 @@ def measure(options: argparse.Namespace) -> report.Outcome:
     counts = [2**n for n in range(gpus.bit_length())] if gpus else [1, 2]
     options.gpus = sorted(set(options.gpus or counts))
     if gpus and max(options.gpus) > gpus:
-        raise ValueError(f"--gpus {max(options.gpus)}: this host has only {gpus} GPUs; use at most {gpus}")
+        raise ValueError(f"--gpus {max(options.gpus)}: the largest possible value on this host is {gpus}")
     cases = chosen_cases(options)
     results = [describe_case(options, case, ranks) for ranks in options.gpus for case in cases.values()]
     rounds: dict[int, list[list[dict[str, Result]]]] = {ranks: [] for ranks in options.gpus}

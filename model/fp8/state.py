@@ -101,8 +101,8 @@ def load_fp8_state(model: nn.Module, precision: Precision, saved: dict[str, torc
     if wrong := sorted(key for key in {*loaded, *state} if shapes.get(key) != expected.get(key)):
         raise PrecisionError(
             f"{len(wrong)} tensors in the saved FP8 state do not match the model. For example, {wrong[0]} has "
-            f"shape {shapes.get(wrong[0])}, but the model expects {expected.get(wrong[0])} (None means that "
-            "the tensor does not exist)",
+            f"shape {shapes.get(wrong[0])} in the checkpoint and {expected.get(wrong[0])} in the model (None: no such "
+            "tensor). Choose a checkpoint of this model with the same precision settings",
             code="fp8_state",
             key=wrong[0],
         )

@@ -29,13 +29,14 @@ PROFILED_STEPS = 64
 def measure_decoding(
     folder: str, batches: list[list[list[int]]], cache: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Measure the time of a decoding step in seconds for each batch.
-
-    If the engine runs in this process on a GPU, the time of the GPU kernels in a step is also measured.
+    """Measure the time of a decoding step for each batch.
 
     folder: model folder with a config.json; the weights are random. batches: for each batch, the token ids of its
     prompts, all of the same length. cache: length of the KV cache per sequence, in tokens. rounds: number of timed
     repetitions.
+
+    Returns for each batch "batch" (number of prompts), "seconds" (time per step) and, on a GPU with
+    VLLM_ENABLE_V1_MULTIPROCESSING=0, "kernel_seconds" (time of the GPU kernels per step).
     """
     from vllm import LLM, SamplingParams
 

@@ -207,11 +207,15 @@ class TextEncoder:
                     return token_id
                 named = named or token
         tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
-        example = f'"{key}": {json.dumps(tokens[0] if tokens else "TOKEN", ensure_ascii=False)}'
+        problem = (
+            f"{key} is {named!r}, which is not in the vocabulary"
+            if named
+            else f"{key} is not set in tokenizer_config.json or special_tokens_map.json"
+        )
         raise DataError(
-            f"{self.folder}: the {key} {named!r} (from tokenizer_config.json or special_tokens_map.json; None if not "
-            f"set) is not in the vocabulary. Add {example} to tokenizer_config.json in a copy of the folder. BOS and "
-            f"EOS may be the same token. Special tokens of the tokenizer: {', '.join(map(repr, tokens[:8])) or 'none'}",
+            f"{self.folder}: {problem}. In a copy of the folder, set {key} in tokenizer_config.json to a token of the "
+            "vocabulary. BOS and EOS may be the same token. Special tokens of the tokenizer: "
+            f"{', '.join(map(repr, tokens[:8])) or 'none'}",
             code="tokenizer_without_ends",
             key=key,
         )
