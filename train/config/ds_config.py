@@ -149,7 +149,6 @@ REPLACEMENTS = {
     "activation_checkpointing": "gradient_checkpointing in the training configuration",
     "torch_autocast": "the section precision in the training configuration",
     "bfloat16": "bf16",
-    "msamp": "precision.gradient_communication bf16 and precision.optimizer_states fp8",
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
     "zero_optimization.cpu_offload_param": "ZeRO 3",
     "zero_optimization.zenflow": "zero_optimization.offload_optimizer",
