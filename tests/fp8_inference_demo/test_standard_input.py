@@ -44,7 +44,7 @@ def test_piped_lines_are_independent_prompts(say: Demo, prompts: list[str], outp
 
 
 def test_prompt_is_echoed_on_a_terminal(say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output) -> None:
-    """Of one sample its answer goes on behind it."""
+    """With one sample, the generated text follows the prompt."""
     assert say(b"", "--prompt", "def main") == 0
     answer = output()
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -56,7 +56,7 @@ def test_prompt_is_echoed_on_a_terminal(say: Demo, monkeypatch: pytest.MonkeyPat
 def test_control_characters_are_escaped_on_a_terminal(
     say: Demo, monkeypatch: pytest.MonkeyPatch, output: Output, terminal: bool
 ) -> None:
-    """Of a prompt, and of what the model generates; a pipe gets the text as it is."""
+    """In the prompt and in the generated text. A pipe gets the unchanged text."""
     controls = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066]))
     monkeypatch.setattr(TextStream, "piece", lambda stream: f"\ta{controls}\n")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
