@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from torch import nn
 
 from model.conversion import to_hf
@@ -81,7 +81,7 @@ def _gradients(engine: Any) -> Tensors:
     """Return the reduced gradients that the optimizer receives."""
     sharded = engine.zero_optimization_stage() > 0
     found = {
-        name: (p.get_full_hp_grad() if sharded else p.grad).float()
+        name: (safe_get_full_grad(p) if sharded else p.grad).float()
         for name, p in engine.module.named_parameters()
     }
     return to_hf(found, engine.module.config)

@@ -195,7 +195,7 @@ class TrainingArguments:
 
     optim: Literal["adamw", "muon"] = option(
         'Optimizer. "muon" uses Muon for the weight matrices of the decoder layers and AdamW for all other '
-        "parameters. Muon needs ZeRO stage 0, 1 or 2.",
+        "parameters.",
         "adamw",
         resume="structural",
         why="AdamW and Muon store different states. To change the optimizer, start a new run from an export "

@@ -156,54 +156,64 @@ def orthogonalize_each_matrix(engine: Any) -> None:
         return graphs[key](gradient, momentum)
 
     original_muon.muon_update = muon_optimizer.muon_update = update
-    if matrices and engine.zero_optimization_stage() == 2:
+    if engine.zero_optimization_stage() > 1:
         orthogonalize_flat_gradients(engine)
 
 
 def orthogonalize_flat_gradients(engine: Any) -> None:
-    """Make Muon orthogonalize whole matrices with ZeRO 2, which stores weights and gradients in flat tensors.
+    """Make Muon orthogonalize whole matrices with ZeRO 2 and 3, which store weights and gradients in flat tensors.
 
     Without this function, Muon would use flat gradients as updates without orthogonalizing them. Gradients are already
-    reduced and clipped at this point. Ranks that share a matrix exchange their parts, and each computes the whole
-    update.
+    reduced and clipped at this point. Each matrix has an owner, which receives the parts of the other ranks, computes
+    the update and returns its parts.
     """
-    optimizer = base_optimizer(engine)
-    step, parts = optimizer.step, list(matrix_parts(engine))
+    optimizer, parts = base_optimizer(engine), matrix_parts(engine)
+    if not parts:
+        return
+    step = optimizer.step
 
     @torch.no_grad()
     def orthogonalized_step(closure: Any = None) -> Any:
         # DeepSpeed steps one group at a time, and sets only its gradients
         steps = {id(flat): group for group in optimizer.param_groups for flat in group["params"]}
-        for part in parts:
-            if (group := steps.get(id(part.flat))) is not None:
-                _orthogonalize(part, optimizer.state[part.flat], group["momentum"])
+        now = [part for part in parts if id(part.flat) in steps]
+        for flat in {id(part.flat): part.flat for part in now}.values():
+            state, beta = optimizer.state[flat], steps[id(flat)]["momentum"]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(flat)
+            flat.grad.lerp_(state["momentum_buffer"].lerp_(flat.grad, 1 - beta), beta)  # Nesterov momentum
+        owned = [[part for part in now if part.owner == rank] for rank in range(dist.get_world_size())]
+        for matrices in itertools.zip_longest(*owned):
+            _orthogonalize(matrices)
         return step(closure)
 
     optimizer.step = orthogonalized_step  # type: ignore[method-assign]
 
 
-def _orthogonalize(part: MatrixPart, state: dict[str, Any], beta: float) -> None:
-    """Replace this rank's part of a gradient with Muon's update, and update the momentum of this part.
+def _orthogonalize(matrices: Sequence[MatrixPart | None]) -> None:
+    """Orthogonalize the gradients of matrices in place. Rank i is the owner of the i-th matrix.
 
-    Collective if the matrix is split: all ranks must call this function.
+    Collective if a matrix is split.
     """
-    gradient: Any = part.flat.grad
-    if "momentum_buffer" not in state:
-        state["momentum_buffer"] = torch.zeros_like(part.flat)
-    momentum = state["momentum_buffer"]
-    stored = torch.stack([gradient[part.of_flat], momentum[part.of_flat]]) if not part.is_empty else None
-    whole = stored
-    if part.is_split:
-        whole = gradient.new_zeros(2, part.parameter.numel())
-        if stored is not None:
-            whole[:, part.of_matrix] = stored
-        dist.all_reduce(whole)
-    if not part.is_empty:
-        assert whole is not None
-        matrix, moment = whole.view(2, *full_shape(part.parameter))
-        update = original_muon.muon_update(matrix, moment, beta=beta)
-        gradient[part.of_flat] = update.flatten()[part.of_matrix]
-        momentum[part.of_flat] = moment.flatten()[part.of_matrix]
+    rank, own = dist.get_rank(), matrices[dist.get_rank()]
+    some = [matrix for matrix in matrices if matrix is not None]
+    of_owners = [0 if matrix is None else matrix.sizes[rank] for matrix in matrices]
+    of_ranks = [0] * len(matrices) if own is None else own.sizes
+    parts = torch.cat([matrix.flat.grad[matrix.of_flat] for matrix in some])  # type: ignore[index]
+    whole, is_split = parts.new_empty(sum(of_ranks)), any(matrix.is_split for matrix in some)
+    if is_split:
+        dist.all_to_all_single(whole, parts, of_ranks, of_owners)
+    else:
+        whole = parts
+    if own is not None:
+        gradient = whole.view(full_shape(own.parameter))
+        whole = original_muon.muon_update(gradient, torch.zeros_like(gradient), beta=0.0).flatten()
+    if is_split:
+        dist.all_to_all_single(parts, whole, of_owners, of_ranks)
+    else:
+        parts = whole
+    for matrix, part in zip(some, parts.split([m.sizes[rank] for m in some]), strict=True):
+        matrix.flat.grad[matrix.of_flat] = part  # type: ignore[index]
 
 
 def _update_parts(

@@ -37,6 +37,8 @@ from train.engine.process_group import suppress_prints
 from train.engine.weight_gather import WeightGather
 from train.engine.zero import (
     GradientBuffer,
+    avoid_copies,
+    disable_own_muon,
     drop_skipped_gradients,
     gradient_buffers,
     pack_states,
@@ -70,6 +72,8 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
         undo_initial_step(engine)
         drop_skipped_gradients(engine)
         scatter_gradients(engine)
+        avoid_copies(engine)
+        disable_own_muon(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
     if gathers_fp8:

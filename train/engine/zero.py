@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,9 +31,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero import parameter_offload, stage3
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
@@ -118,8 +120,14 @@ def masters(engine: Any) -> Iterator[Master]:
         weights = getattr(optimizer, "fp16_groups", None) or [g["params"] for g in optimizer.param_groups]
         groups = [[weight] for weight in itertools.chain(*weights)]
         tensors = list(itertools.chain(*getattr(optimizer, "fp32_groups", weights)))
-    muon_groups = [group for group in base_optimizer(engine).param_groups if group.get("use_muon")]
-    muons = {id(tensor) for group in muon_groups for tensor in group["params"]}
+    base_groups = base_optimizer(engine).param_groups
+    if stage == 3:  # the groups of the optimizer do not list their tensors
+        own_groups = [base_groups[optimizer.sub_group_to_group_id[index]] for index in range(len(tensors))]
+        muons = {
+            id(tensor) for tensor, group in zip(tensors, own_groups, strict=True) if group.get("use_muon")
+        }
+    else:
+        muons = {id(tensor) for group in base_groups if group.get("use_muon") for tensor in group["params"]}
     for index, (group, tensor) in enumerate(zip(groups, tensors, strict=True)):
         padding = paddings[index] if paddings else [0] * len(group)
         yield Master(tensor, list(group), padding, MOMENTUM if id(tensor) in muons else MOMENTS)
@@ -256,53 +264,76 @@ LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 @dataclass
 class MatrixPart:
-    """The part of a Muon matrix that this rank stores with ZeRO 2.
+    """This rank's part of a Muon matrix with ZeRO 2 or 3.
 
     Attributes:
         parameter: the whole matrix.
         flat: the 1-D tensor that stores this rank's part (see `Master`).
-        of_flat, of_matrix: this part's range in `flat` and in the flattened matrix. Empty if this rank has no part.
-        is_split: whether several ranks store parts of the matrix.
+        of_flat: the range of this part in `flat`. Empty if this rank stores no part.
+        sizes: number of elements that each rank stores. Ranks store consecutive parts.
+        owner: the rank that computes the update of the matrix. It stores a largest part.
     """
 
     parameter: nn.Parameter
     flat: torch.Tensor
     of_flat: slice
-    of_matrix: slice
-    is_split: bool
+    sizes: list[int]
+    owner: int
 
     @property
-    def is_empty(self) -> bool:
-        return self.of_flat.start >= self.of_flat.stop
+    def is_split(self) -> bool:
+        """Whether several ranks store parts of the matrix."""
+        return max(self.sizes) < sum(self.sizes)
 
 
-def matrix_parts(engine: Any) -> Iterator[MatrixPart]:
-    """Yield the parts of all Muon matrices with ZeRO 2, in the same order on all ranks (see `zero12_partition`)."""
+def matrix_parts(engine: Any) -> list[MatrixPart]:
+    """Return this rank's parts of all Muon matrices with ZeRO 2 or 3, in the same order on all ranks.
+
+    See `zero12_partition` and `zero3_partition` in train/checkpoint/reshard.py.
+    """
+    parts: list[MatrixPart] = []
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for master in masters(engine):
-        length, position = master.tensor.numel(), 0
-        begin = dist.get_rank() * length
+        if master.moments != MOMENTUM:
+            continue
+        position = 0  # of a parameter in its group (ZeRO 2) or in the flat tensor (ZeRO 3)
         for parameter, padding in zip(master.parameters, master.paddings, strict=True):
-            end = position + parameter.numel()
-            first, last = max(position, begin), min(end, begin + length)
-            if master.moments == MOMENTUM:
-                of_flat, of_matrix = (
-                    slice(first - begin, last - begin),
-                    slice(first - position, last - position),
-                )
-                is_split = position // length != (end - 1) // length
-                yield MatrixPart(parameter, master.tensor, of_flat, of_matrix, is_split)
-            position = end + padding
+            size = full_shape(parameter).numel()
+            if engine.zero_optimization_stage() == 3:
+                length = parameter.ds_tensor.ds_numel
+                bounds, first, advance = [r * length for r in range(ranks + 1)], position, length
+            else:
+                length = master.tensor.numel()
+                bounds = [r * length - position for r in range(ranks + 1)]
+                first, advance = max(-bounds[rank], 0), size + padding
+            cuts = [min(max(bound, 0), size) for bound in bounds]
+            sizes = [end - begin for begin, end in itertools.pairwise(cuts)]
+            owners = [r for r in range(ranks) if sizes[r] == max(sizes)]
+            owner = owners[len(parts) % len(owners)]
+            parts.append(
+                MatrixPart(parameter, master.tensor, slice(first, first + sizes[rank]), sizes, owner)
+            )
+            position += advance
+    return parts
+
+
+def disable_own_muon(engine: Any) -> None:
+    """Disable DeepSpeed's Muon in ZeRO 3, which clips the update instead of the gradient.
+
+    This restores reduce_scatter, which resolve_ds_config turns off, because DeepSpeed would refuse it with Muon.
+    """
+    if getattr(engine.optimizer, "use_muon", False):
+        engine.optimizer.use_muon, engine.optimizer.reduce_scatter = False, True
 
 
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
     """Return the parameters for which this rank calls DeepSpeed's `muon_update` in a step, in the order of the calls.
 
-    With ZeRO 1 and 2, this rank calls `muon_update` only for the matrices of which it stores at least a part. Without
-    ZeRO, Muon calls it for all matrices.
+    With ZeRO, this rank calls `muon_update` only for some of the matrices. Without ZeRO, Muon calls it for all.
     """
     optimizer = engine.optimizer
-    if engine.zero_optimization_stage() == 2:
-        return [part.parameter for part in matrix_parts(engine) if not part.is_empty]
+    if engine.zero_optimization_stage() > 1:
+        return [part.parameter for part in matrix_parts(engine) if part.owner == dist.get_rank()]
     if not hasattr(optimizer, "bf16_groups"):
         return [master.parameters[0] for master in masters(engine) if master.moments == MOMENTUM]
     layouts = zip(optimizer.bf16_groups, optimizer._muon_exchange_layouts, strict=True)
@@ -462,6 +493,38 @@ def scatter_gradients(engine: Any) -> None:
     engine.buffered_allreduce_fallback, optimizer.get_grads_for_norm = reduce_gradients, get_grads_for_norm
     # DeepSpeed adds the squared norms of the ranks in this group
     optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: optimizer.dp_process_group)
+
+
+def avoid_copies(engine: Any) -> None:
+    """Make ZeRO 3 gather weights and average gradients on GPUs without copying them. Call this on a new engine.
+
+    DeepSpeed gathers the weights of a module together, and then copies each weight out of the common buffer. Here, each
+    weight is gathered by itself, directly into its final memory. Gradients that are larger than reduce_bucket_size are
+    already reduced one by one. NCCL divides these by the number of ranks, for which DeepSpeed reads and writes them
+    once more.
+    """
+    if engine.zero_optimization_stage() != 3:
+        return
+    gather_together = next(engine.module.parameters()).all_gather_coalesced
+
+    def gather(parameters: Iterable[Any], **options: Any) -> MultipleAllGatherHandles:
+        # the same order on all ranks
+        ordered = sorted(parameters, key=lambda parameter: parameter.ds_id)
+        return MultipleAllGatherHandles([gather_together([parameter], **options) for parameter in ordered])
+
+    for parameter in engine.module.parameters():
+        parameter.all_gather_coalesced = gather
+    stage3.reduce_scatter_coalesced = average_and_scatter
+
+
+def average_and_scatter(gradients: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    """Return this rank's parts of the mean gradients over all ranks, 1-D. The gradients are overwritten."""
+    flat, ranks = gradients[0].view(-1), dist.get_world_size(group)
+    if len(gradients) > 1 or flat.numel() % ranks or not flat.is_cuda:
+        return coalesced_collectives.reduce_scatter_coalesced(gradients, group)
+    part = flat.chunk(ranks)[dist.get_rank(group)]
+    dist.reduce_scatter_tensor(part, flat, dist.ReduceOp.AVG, group)
+    return [part]
 
 
 # ---------------------------------------------------------------- saving

@@ -165,7 +165,7 @@ def _in_the_step(s: Setting) -> float:
     if s.offloads:
         return 0
     if s.zero_stage == 3:
-        return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS)
+        return 4 * min(s.parameters / s.ranks, MOST_LIVE_PARAMETERS) + muon
     if s.bf16_optimizer:
         # On one rank, DeepSpeed copies all gradients that fit into a bucket to one tensor before it casts them.
         joined = 4 * s.parameters if s.ranks == 1 and s.parameters < REDUCE_BUCKET else 0
@@ -174,7 +174,7 @@ def _in_the_step(s: Setting) -> float:
         # Muon later exchanges matrices that are split between two ranks, which needs less memory.
         return max(reduced, decoded, muon)
     # a flat 16-bit copy and a float32 copy of the gradients; with ZeRO 2, float32 gradients are already flat
-    return 0 if s.float32_gradients else (4 + 2) * s.parameters / s.ranks
+    return muon if s.float32_gradients else (4 + 2) * s.parameters / s.ranks
 
 
 # ---------------------------------------------------------------- peak

@@ -129,10 +129,10 @@ def optimizer_options(s: Setting) -> list[tuple[str, str, bool, tuple[int, ...]]
 
     Returns:
         Tuples of precision.optimizer_states, the data type of the moments, whether the states are offloaded, and the
-        ZeRO stages to consider. Muon supports ZeRO 1 and 2. Packed states need ZeRO 1. Offloading needs ZeRO 2 or 3.
+        ZeRO stages to consider. Packed states need ZeRO 1. Offloading needs ZeRO 2 or 3.
     """
     if s.args.optim == "muon":
-        return [("fp32", "fp32", False, (1, 2))]
+        return [("fp32", "fp32", False, (1, 2, 3))]
     moments = "bf16" if s.args.adam_beta2 <= BF16_MOMENTS_MAX_BETA2 else "fp32"
     return [
         ("fp32", "fp32", False, (1, 2, 3)),

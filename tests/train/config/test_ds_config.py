@@ -162,7 +162,6 @@ STAGE = "zero_optimization.stage"
         (offloaded(2) | IN_FP32, {"precision": PACKED}, "precision.optimizer_states", "ZeRO 1"),
         # Muon
         ({"zero_optimization": {"stage": 2}}, MUON, STAGE, ""),
-        ("ds_config_zero3.json", {"compute": "fp8", **MUON}, STAGE, ""),
         (ZERO_1, MUON, STAGE, ""),
         (None, {"compute": "fp32", **MUON}, STAGE, ""),
         (None, {"compute": "fp16", **MUON}, "precision.compute", ""),
