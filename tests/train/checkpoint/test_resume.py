@@ -620,7 +620,7 @@ def test_changed_hyperparameters_take_effect(trained: Path, settings: dict, tmp_
     steps = gone_on(trained, settings, tmp_path, NUMBERS[key])
     unchanged = curve(trained)[3:]
     assert [entry[0] for entry in steps] == [4, 5, 6]
-    assert steps[2][1:3] != unchanged[2][1:3]
+    assert [step[1:3] for step in steps] != [step[1:3] for step in unchanged]
     assert steps[0][1] == pytest.approx(unchanged[0][1], rel=0.15), "the weights are those of the checkpoint"
     if key.startswith(
         ("precision.", "adam_", "deepspeed")
