@@ -332,6 +332,7 @@ def test_a_fault_in_each_kernel_is_found_on_a_gpu(fault: str, monkeypatch: pytes
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_fault_of_fp8_gemms_is_found_on_a_gpu(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("transformer_engine.pytorch")  # registers transformer_engine_torch
     change(
         monkeypatch,
         importlib.import_module("transformer_engine_torch"),
