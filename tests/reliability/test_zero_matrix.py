@@ -124,7 +124,7 @@ def test_refused_combinations(settings: dict[str, Any]) -> None:
         for key in ("muon", "weight_gather", "states_int8", "offload", "quantized")
     }
     assert stages == {
-        "muon": "3",
+        "muon": "",
         "weight_gather": "012",
         "states_int8": "023",
         "offload": "001123",

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from train.checkpoint.files import CheckpointError, RunState, rank_file
+from train.config.arguments import LrScales
 from train.engine import zero
 from train.engine.optimizer import parameter_groups
 from train.engine.packed_adamw import MOMENTS, DecodedSlice, PackedAdamW, decoded_slices
@@ -83,8 +84,8 @@ def load_resharded(engine: Any, path: Path, state: RunState) -> None:
     """
     # order of the parameters in the optimizer state without ZeRO
     optim = state.train_config.get("optim", "adamw")
-    scale = state.train_config.get("embedding_lr_scale", 1.0)
-    groups = parameter_groups(engine.module, 0.0, optim, scale)
+    scales = LrScales(**state.train_config.get("lr_scales", {}))
+    groups = parameter_groups(engine.module, 0.0, optim, scales)
     ordered = [zero.parameter_name(engine, p) for group in groups for p in group["params"]]
     saved = read(path, state, ordered)
     check(

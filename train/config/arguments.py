@@ -160,6 +160,33 @@ class DataArguments:
     )
 
 
+def _lr_scale(help_text: str) -> Any:
+    """Return a field of `LrScales`."""
+    return option(
+        help_text,
+        1.0,
+        gt=0,
+        resume="structural",
+        why="parameters with different factors are stored in different groups of optimizer states. To change a factor, "
+        "start a new run from an export (model.init_from)",
+    )
+
+
+@dataclass(config=STRICT, kw_only=True)
+class LrScales:
+    """The "lr_scales" section of the training configuration."""
+
+    embedding: float = _lr_scale(
+        "Factor for the learning rate of the embedding. If model.initialization is scaled, the model learns faster if "
+        "learning_rate multiplied by this factor is about 0.4. Keep 1 if the embedding is tied to lm_head."
+    )
+    lm_head: float = _lr_scale("Factor for the learning rate of lm_head.")
+    norms: float = _lr_scale("Factor for the learning rate of the norm weights.")
+    output_projections: float = _lr_scale(
+        "Factor for the learning rate of o_proj and down_proj. A small factor allows a higher learning_rate."
+    )
+
+
 @dataclass(config=STRICT, kw_only=True)
 class TrainingArguments:
     """The complete configuration of a training run."""
@@ -168,6 +195,7 @@ class TrainingArguments:
     data: DataArguments = Field()
     precision: PrecisionConfig = Field(default_factory=PrecisionConfig)
     speed: SpeedConfig = Field(default_factory=SpeedConfig)
+    lr_scales: LrScales = Field(default_factory=LrScales)
 
     max_steps: int = option("Number of optimizer steps in the run.", gt=0, resume="allowed", example=1000)
     max_seq_length: int = option("Length of each training sample, in tokens.", 2048, gt=0)
@@ -220,15 +248,6 @@ class TrainingArguments:
     )
     min_lr_ratio: float = option(
         "Learning rate at the end of the decay, as a fraction of learning_rate.", 0.1, ge=0, le=1
-    )
-    embedding_lr_scale: float = option(
-        "Factor for the learning rate of the embedding. If model.initialization is scaled, the model learns faster "
-        "with a factor of 100 to 300. Keep the default of 1 if the embedding is tied to lm_head.",
-        1.0,
-        gt=0,
-        resume="structural",
-        why="with a factor other than 1, the optimizer state of the embedding is stored separately. To train "
-        "without the factor, start a new run from an export (model.init_from)",
     )
     weight_decay: float = option(
         "Weight decay for weight matrices. It is not applied to norm weights and biases.", 0.1, ge=0

@@ -466,10 +466,10 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
             "muon_momentum has an effect only with optim muon; remove muon_momentum, or set optim to muon",
         ),
         (
-            args.embedding_lr_scale != 1 and args.model.init_from is not None,
-            "embedding_lr_scale model.init_from",
+            args.lr_scales.embedding != 1 and args.model.init_from is not None,
+            "lr_scales.embedding model.init_from",
             "the factor is meant for the initial weights of a new model, and damages a trained embedding; remove "
-            "embedding_lr_scale",
+            "lr_scales.embedding",
         ),
         (
             args.keep_every_steps % args.save_steps if args.save_steps else args.keep_every_steps,

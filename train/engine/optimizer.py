@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from model.conversion import hf_parts
-from train.config.arguments import MUON_GRAPH_ELEMENTS, TrainingArguments
+from train.config.arguments import MUON_GRAPH_ELEMENTS, LrScales, TrainingArguments
 from train.engine.zero import (
     MatrixPart,
     base_optimizer,
@@ -35,62 +36,63 @@ MUON_UPDATE = original_muon.muon_update
 MUON_RMS = 0.2
 
 
+NO_SCALES = LrScales()
+
+
+def lr_scale(name: str, parameter: nn.Parameter, config: Any, scales: LrScales) -> float:
+    """Return the factor for the learning rate of the parameter `name` of a model."""
+    shape = full_shape(parameter)
+    if len(shape) < 2:
+        return scales.norms
+    (part, _), *_ = hf_parts(name, shape, config)  # all parts of a fused parameter have the factor 1
+    outputs = dict.fromkeys(("o_proj", "down_proj"), scales.output_projections)
+    return {"embed_tokens": scales.embedding, "lm_head": scales.lm_head, **outputs}.get(
+        part.split(".")[-2], 1.0
+    )
+
+
 def parameter_groups(
-    model: nn.Module, weight_decay: float, optim: str = "adamw", embedding_lr_scale: float = 1.0
+    model: nn.Module, weight_decay: float, optim: str = "adamw", scales: LrScales = NO_SCALES
 ) -> list[dict[str, Any]]:
     """Return the parameter groups for the optimizer.
 
     AdamW has two groups: matrices, including embeddings, with weight decay, and vectors (norms and biases) without
-    weight decay. With an `embedding_lr_scale` other than 1, the embedding is in a separate group, which comes last.
-    With `optim` "muon", the matrices of the decoder layers are in additional groups, which come first. There is one
-    such group for each number of columns.
+    weight decay. With `optim` "muon", the matrices of the decoder layers are in additional groups, which come first.
+    There is one such group for each number of columns. Parameters with another factor in `scales` than 1 are in
+    groups of their own, which come last.
 
     If a group has an `lr_scale`, the learning rate of the group is multiplied by this factor. The weight decay is
     divided by the same factor, because the optimizer multiplies the weight decay by the learning rate of the group.
-
-    Parameters are grouped by shape and position in the model, not by name. Fused weights thus decay like their parts. A
-    tied weight appears once. Parameters without a gradient and empty groups are omitted.
-    """
-    layers: Any = model.model.layers.parameters() if optim == "muon" else ()
-    of_muon = {id(p) for p in layers if p.requires_grad and len(full_shape(p)) == 2}
-    by_columns: dict[int, list[nn.Parameter]] = {}
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    embedding: list[nn.Parameter] = []
-    own_group: Any = None if embedding_lr_scale == 1 else model.model.embed_tokens.weight
-    for parameter in model.parameters():
-        shape = full_shape(parameter)
-        if parameter is own_group:
-            embedding.append(parameter)
-        elif id(parameter) in of_muon:
-            by_columns.setdefault(shape[1], []).append(parameter)
-        elif parameter.requires_grad:
-            (matrices if len(shape) >= 2 else vectors).append(parameter)
-    decay = weight_decay / embedding_lr_scale
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-        {"params": embedding, "weight_decay": decay, "lr_scale": embedding_lr_scale},
-    ]
-    if optim == "muon":
-        groups = [_muon_group(*item, weight_decay) for item in sorted(by_columns.items())] + [
-            group | {"use_muon": False} for group in groups
-        ]
-    return [group for group in groups if group["params"]]
-
-
-def _muon_group(columns: int, parameters: list[nn.Parameter], weight_decay: float) -> dict[str, Any]:
-    """Return the Muon parameter group for the matrices with the given number of columns.
 
     DeepSpeed's Muon multiplies the orthogonal matrix by sqrt(max(1, rows / columns)). With `lr_scale`, the total factor
     is 0.2 sqrt(max(rows, columns)) (Liu et al., arXiv:2502.16982, section 2.2; "match_rms_adamw" in torch.optim.Muon).
     The elements of the update are then as large as in AdamW, so the learning rate and weight decay of AdamW can be
     used.
+
+    Fused weights decay like their parts. A tied weight appears once. Parameters without a gradient and empty groups are
+    omitted.
     """
-    scale = MUON_RMS * math.sqrt(columns)
-    # DeepSpeed's Muon uses this order
-    ordered = sorted(parameters, key=full_shape, reverse=True)
-    return {"params": ordered, "weight_decay": weight_decay / scale, "use_muon": True, "lr_scale": scale}
+    layers: Any = model.model.layers.parameters() if optim == "muon" else ()
+    of_muon = {id(p) for p in layers if p.requires_grad and len(full_shape(p)) == 2}
+    by_key: dict[tuple[bool, float, bool, int, bool], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            shape, is_muon = full_shape(parameter), id(parameter) in of_muon
+            scale = lr_scale(name, parameter, model.config, scales) if scales != NO_SCALES else 1.0
+            key = scale != 1, scale, not is_muon, shape[1] if is_muon else 0, len(shape) < 2
+            by_key.setdefault(key, []).append(parameter)
+    groups = []
+    for (_, scale, not_muon, columns, is_vector), parameters in sorted(by_key.items(), key=itemgetter(0)):
+        group: dict[str, Any] = {"params": parameters}
+        if optim == "muon":
+            group["use_muon"] = not not_muon
+        if not not_muon:
+            # DeepSpeed's Muon uses this order
+            parameters.sort(key=full_shape, reverse=True)
+            scale *= MUON_RMS * math.sqrt(columns)
+        group["weight_decay"] = 0.0 if is_vector else weight_decay / scale
+        groups.append(group if scale == 1 else group | {"lr_scale": scale})
+    return groups
 
 
 def build_optimizer(
@@ -107,7 +109,7 @@ def build_optimizer(
         offloads: Whether AdamW runs on the CPU. The fused kernel is then used, which reads and writes the states only
             once.
     """
-    groups = parameter_groups(model, arguments.weight_decay, arguments.optim, arguments.embedding_lr_scale)
+    groups = parameter_groups(model, arguments.weight_decay, arguments.optim, arguments.lr_scales)
     adamw = {
         "lr": arguments.learning_rate,
         "betas": (arguments.adam_beta1, arguments.adam_beta2),

@@ -41,7 +41,7 @@ FREE = set(
     "save_total_limit keep_every_steps save_async on_save_failure resume_from_checkpoint allow_changes_on_resume "
     "report_to run_name wandb_project profile_steps push_to_hub hub_model_id dry_run preflight log_level".split()
 )
-NEVER = {"model.variant", "optim", "embedding_lr_scale"}
+NEVER = {"model.variant", "optim"} | {key for key in KEYS if key.startswith("lr_scales.")}
 # what a change of the key has to be allowed by, where that is not the key alone
 BY = {
     "gradient_accumulation_steps": ["train_batch_size_tokens"],
@@ -53,6 +53,7 @@ BASE = {
     "data": {"sources": {"a": "A", "b": "B"}},
     "precision": {},
     "speed": {},
+    "lr_scales": {},
     "max_steps": 100,
     "max_seq_length": 64,
     "output_dir": "run",

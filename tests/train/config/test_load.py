@@ -97,7 +97,11 @@ def config(tmp_path) -> str:
         ({"decay_steps": 5}, "lr_scheduler_type", "5 warmup_stable_decay"),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "lr_scheduler_type", "decay_steps null"),
         ({"muon_momentum": 0.9}, "optim", "muon_momentum 0.9"),
-        ({"embedding_lr_scale": 10, "model__init_from": "F"}, "embedding_lr_scale", "10 model.init_from F"),
+        (
+            {"lr_scales__embedding": 10, "model__init_from": "F"},
+            "lr_scales.embedding",
+            "10 model.init_from F",
+        ),
         ({"keep_every_steps": 20}, "keep_every_steps", "20 save_steps 0"),
         ({"keep_every_steps": 20, "save_steps": 15}, "keep_every_steps", "20 save_steps 15"),
         ({"on_spike": "rollback", "save_strategy": "no"}, "on_spike", "save_strategy"),

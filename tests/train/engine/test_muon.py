@@ -20,6 +20,7 @@ from tests.reliability.optimizer_ranks import muon_against_plain, two_steps
 from tests.reliability.test_world_size import Runs
 from tests.train.runs import PRECISIONS
 from tests.train.test_training import check_resume
+from train.config.arguments import LrScales
 from train.engine.optimizer import parameter_groups
 from train.planning.speed import newton_schulz_flops
 
@@ -96,7 +97,7 @@ def test_muon_parameters(config: str, kind: str, norms: int) -> None:
         model = build_model(model_config, "te_layer", Precision(PrecisionConfig(compute="bf16")), seed=1)
         names = {parameter: name for name, parameter in model.named_parameters()}
         *of_muon, matrices, vectors = parameter_groups(model, 0.1, "muon")
-        *_, embedding = parameter_groups(model, 0.1, "muon", embedding_lr_scale=10.0)
+        *_, embedding = parameter_groups(model, 0.1, "muon", LrScales(embedding=10.0))
         assert [names[p] for p in embedding["params"]] == ["model.embed_tokens.weight"]
         assert embedding["lr_scale"] * embedding["weight_decay"] == pytest.approx(0.1)
         found = {names[p].partition("layers.")[2][2:] for group in of_muon for p in group["params"]}
@@ -173,7 +174,7 @@ def test_resume_with_other_ranks_and_zero_stage(
         "logging_steps": 1,
         "lr_scheduler_type": "constant",
         "learning_rate": 1e-3,
-        "embedding_lr_scale": 10.0,
+        "lr_scales": {"embedding": 10.0, "output_projections": 0.5},
         "optim": "muon",
     }
     runs = Runs(tmp_path, {**base, "precision": {"compute": "bf16"}})

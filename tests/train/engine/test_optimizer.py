@@ -81,8 +81,10 @@ def test_parameter_groups():
 
 
 @pytest.mark.parametrize("optim", ["adamw", "muon"])
-def test_embedding_learning_rate(settings: dict, tmp_path: Path, optim: str) -> None:
-    """The first step moves the embedding 10 times as far, and all other weights as before."""
+def test_learning_rate_factors(settings: dict, tmp_path: Path, optim: str) -> None:
+    """The first step moves each part of the model as far as its factor says."""
+    parts = {"embed_tokens": 10.0, "lm_head": 2.0, "norm": 4.0, "o_proj": 0.5, "down_proj": 0.5}
+    scales = {"embedding": 10.0, "lm_head": 2.0, "norms": 4.0, "output_projections": 0.5}
     settings |= {"optim": optim, "precision": {"compute": "fp32"}, "deepspeed": "ds_config_zero0.json"}
     settings |= {"max_steps": 1, "warmup_steps": 0}
     folders = {
@@ -90,12 +92,12 @@ def test_embedding_learning_rate(settings: dict, tmp_path: Path, optim: str) -> 
         for name, changes in {
             "before": {"learning_rate": 1e-30},
             "plain": {},
-            "scaled": {"embedding_lr_scale": 10.0},
+            "scaled": {"lr_scales": scales},
         }.items()
     }
     before, plain, scaled = (load_file(folder / "hf/model.safetensors") for folder in folders.values())
     for name, old in before.items():
-        factor = 10 if name == "model.embed_tokens.weight" else 1
+        factor = next((factor for part, factor in parts.items() if part in name), 1.0)
         assert torch.allclose(scaled[name] - old, factor * (plain[name] - old), atol=1e-5), name
     assert not torch.equal(plain[name], old)
 
