@@ -176,7 +176,7 @@ def test_transformers_loads_exports(tools: Path, folders: dict[str, Path], tmp_p
     rows = logits(whole(folders["rows"], tmp_path / "rows", torch.float32), torch.float32)
     assert error(logits(folders["hf"], torch.float32), rows) > 1e-3, "FP8 weights differ from bf16's"
     assert error(theirs["rows, dequantized"], rows) < 1e-6
-    assert 1e-4 < error(theirs["rows"], rows) < 1e-2, "FP8 activations"
+    assert 1e-4 < error(theirs["rows"], rows) < 2e-2, "FP8 activations"
     assert error(theirs["rows, bf16"], rows) < 2e-2, "and transformers rounds scales to bf16"
     assert error(theirs["rows, FP8 products"], rows) < 2e-2, "activations and logits in bf16"
     weights = read_hf_folder(folders["rows"], load_config(str(folders["rows"])), torch.float32)
@@ -304,8 +304,8 @@ def test_check_of_exports_finds_a_wrong_reader(
     report = report_of(EXPORTS, tmp_path, "--recipes", "block", status=1)
     right, wrong = report["results"]
     assert (right["format"], wrong["format"]) == ("hf", "hf-fp8")
-    assert not right["problems"] and len(wrong["problems"]) == 1
-    assert right["vllm"] < 0.01 < wrong["vllm"] and right["same_greedy"] == right["texts"]
+    assert wrong["problems"] and not right["problems"]
+    assert right["vllm"] < 0.01 < wrong["vllm"]
     assert report["readers"]["vllm"] == "1.2"
 
 
