@@ -167,8 +167,8 @@ def _lr_scale(help_text: str) -> Any:
         1.0,
         gt=0,
         resume="structural",
-        why="parameters with different factors are stored in different groups of optimizer states. To change a factor, "
-        "start a new run from an export (model.init_from)",
+        why="parameters with different factors are stored in different groups of optimizer states. To use other "
+        "factors, start a new run",
     )
 
 
@@ -177,14 +177,12 @@ class LrScales:
     """The "lr_scales" section of the training configuration."""
 
     embedding: float = _lr_scale(
-        "Factor for the learning rate of the embedding. If model.initialization is scaled, the model learns faster if "
-        "learning_rate multiplied by this factor is about 0.4. Keep 1 if the embedding is tied to lm_head."
+        "Factor for the learning rate of the embedding. With model.initialization scaled, factors of 100 to 450 "
+        "lowered the loss of short runs. Keep 1 if the embedding is tied to lm_head."
     )
-    lm_head: float = _lr_scale("Factor for the learning rate of lm_head.")
+    lm_head: float = _lr_scale("Factor for the learning rate of lm_head, if it is not tied to the embedding.")
     norms: float = _lr_scale("Factor for the learning rate of the norm weights.")
-    output_projections: float = _lr_scale(
-        "Factor for the learning rate of o_proj and down_proj. A small factor allows a higher learning_rate."
-    )
+    output_projections: float = _lr_scale("Factor for the learning rate of o_proj and down_proj.")
 
 
 @dataclass(config=STRICT, kw_only=True)

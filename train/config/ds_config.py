@@ -193,7 +193,7 @@ def resolve_ds_config(
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
     if arguments.optim == "muon" and config["zero_optimization"]["stage"] == 3:
-        config["zero_optimization"]["reduce_scatter"] = False  # see disable_own_muon in train/engine/zero.py
+        config["zero_optimization"]["reduce_scatter"] = False  # see scatter_gradients_with_muon
     if offloads_optimizer(config):  # torch's AdamW runs on the CPU, so DeepSpeed's need not be compiled
         config["zero_force_ds_cpu_optimizer"] = False
     problems += [
@@ -366,7 +366,7 @@ def _combination_problems(config: dict[str, Any], arguments: TrainingArguments) 
             muon and dtype != "fp16" and stage != 0 and not (in_float32 and dtype == "bf16"),
             'zero_optimization.stage: optim "muon" needs stage 0, or stage 1, 2 or 3 with data_types.grad_accum_dtype '
             "fp32 and precision.compute bf16 or fp8, as in ds_config_zero1.json. In other settings, DeepSpeed 0.19.8 "
-            "orthogonalizes fused matrices as one matrix",
+            "does not orthogonalize gradients",
         ),
         (
             offloads and stage < 2,

@@ -216,12 +216,19 @@ def open_inputs(args: TrainingArguments) -> Inputs:
 
     Raises:
         ModelConfigError: The model configuration is invalid.
+        ConfigurationError: The model has no lm_head of its own, but lr_scales has a factor for it.
         DataError: A data folder cannot be opened, or the folders are incompatible with each other.
     """
     data, length = args.data, args.max_seq_length
     train = open_sources(data.sources, "train", length)
     held_out = open_held_out(train, data.sources, data.eval_sources or {}, length)
-    return Inputs(load_config(args.model.config), train, held_out)
+    config = load_config(args.model.config)
+    if config.tie_word_embeddings and args.lr_scales.lm_head != 1:
+        raise ConfigurationError(
+            "lr_scales.lm_head: lm_head is tied to the embedding of this model; use lr_scales.embedding instead",
+            key="lr_scales.lm_head",
+        )
+    return Inputs(config, train, held_out)
 
 
 # ---------------------------------------------------------------- the command line

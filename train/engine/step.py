@@ -37,13 +37,12 @@ from train.engine.process_group import suppress_prints
 from train.engine.weight_gather import WeightGather
 from train.engine.zero import (
     GradientBuffer,
-    avoid_copies,
-    disable_own_muon,
     drop_skipped_gradients,
     gradient_buffers,
     pack_states,
     release_module,
     scatter_gradients,
+    scatter_gradients_with_muon,
     skip_non_finite_steps,
     undo_initial_step,
 )
@@ -72,8 +71,7 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
         undo_initial_step(engine)
         drop_skipped_gradients(engine)
         scatter_gradients(engine)
-        avoid_copies(engine)
-        disable_own_muon(engine)
+        scatter_gradients_with_muon(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
     if gathers_fp8:

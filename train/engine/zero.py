@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -31,11 +31,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.comm import coalesced_collectives
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-from deepspeed.runtime.zero import parameter_offload, stage3
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
@@ -317,13 +315,14 @@ def matrix_parts(engine: Any) -> list[MatrixPart]:
     return parts
 
 
-def disable_own_muon(engine: Any) -> None:
-    """Disable DeepSpeed's Muon in ZeRO 3, which clips the update instead of the gradient.
+def scatter_gradients_with_muon(engine: Any) -> None:
+    """Make ZeRO 3 reduce-scatter gradients also with Muon.
 
-    This restores reduce_scatter, which resolve_ds_config turns off, because DeepSpeed would refuse it with Muon.
+    DeepSpeed refuses reduce_scatter with Muon, because its own Muon needs whole gradients. `resolve_ds_config`
+    therefore turns reduce_scatter off. DeepSpeed's own Muon runs only if its configuration selects Muon, so never here.
     """
     if getattr(engine.optimizer, "use_muon", False):
-        engine.optimizer.use_muon, engine.optimizer.reduce_scatter = False, True
+        engine.optimizer.reduce_scatter = True
 
 
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
@@ -493,38 +492,6 @@ def scatter_gradients(engine: Any) -> None:
     engine.buffered_allreduce_fallback, optimizer.get_grads_for_norm = reduce_gradients, get_grads_for_norm
     # DeepSpeed adds the squared norms of the ranks in this group
     optimizer.mpu = SimpleNamespace(get_model_parallel_group=lambda: optimizer.dp_process_group)
-
-
-def avoid_copies(engine: Any) -> None:
-    """Make ZeRO 3 gather weights and average gradients on GPUs without copying them. Call this on a new engine.
-
-    DeepSpeed gathers the weights of a module together, and then copies each weight out of the common buffer. Here, each
-    weight is gathered by itself, directly into its final memory. Gradients that are larger than reduce_bucket_size are
-    already reduced one by one. NCCL divides these by the number of ranks, for which DeepSpeed reads and writes them
-    once more.
-    """
-    if engine.zero_optimization_stage() != 3:
-        return
-    gather_together = next(engine.module.parameters()).all_gather_coalesced
-
-    def gather(parameters: Iterable[Any], **options: Any) -> MultipleAllGatherHandles:
-        # the same order on all ranks
-        ordered = sorted(parameters, key=lambda parameter: parameter.ds_id)
-        return MultipleAllGatherHandles([gather_together([parameter], **options) for parameter in ordered])
-
-    for parameter in engine.module.parameters():
-        parameter.all_gather_coalesced = gather
-    stage3.reduce_scatter_coalesced = average_and_scatter
-
-
-def average_and_scatter(gradients: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
-    """Return this rank's parts of the mean gradients over all ranks, 1-D. The gradients are overwritten."""
-    flat, ranks = gradients[0].view(-1), dist.get_world_size(group)
-    if len(gradients) > 1 or flat.numel() % ranks or not flat.is_cuda:
-        return coalesced_collectives.reduce_scatter_coalesced(gradients, group)
-    part = flat.chunk(ranks)[dist.get_rank(group)]
-    dist.reduce_scatter_tensor(part, flat, dist.ReduceOp.AVG, group)
-    return [part]
 
 
 # ---------------------------------------------------------------- saving

@@ -1,5 +1,6 @@
 """Parameter groups and schedules."""
 
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +13,11 @@ from torch import nn
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
+from tests.conftest import refused
 from tests.train.engine.test_packed_adamw import FLOAT32, INT8, Trained
 from tests.train.runs import run
 from train.checkpoint.load import load_checkpoint
+from train.config.arguments import ConfigurationError
 from train.config.load import build_arguments
 from train.engine.optimizer import build_optimizer, learning_rate_at, parameter_groups
 from train.engine.process_group import suppress_prints
@@ -100,6 +103,15 @@ def test_learning_rate_factors(settings: dict, tmp_path: Path, optim: str) -> No
         factor = next((factor for part, factor in parts.items() if part in name), 1.0)
         assert torch.allclose(scaled[name] - old, factor * (plain[name] - old), atol=1e-5), name
     assert not torch.equal(plain[name], old)
+
+
+def test_factor_of_a_tied_head_is_refused(settings: dict, tmp_path: Path) -> None:
+    """The head has no learning rate of its own."""
+    values = json.loads(Path(settings["model"]["config"]).read_text())
+    (tmp_path / "tied.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    settings |= {"model": {"config": str(tmp_path / "tied.json")}}
+    with refused(ConfigurationError, key="lr_scales.lm_head"):
+        run(settings, lr_scales={"lm_head": 2.0})
 
 
 def test_optimizer_arguments():
