@@ -58,8 +58,8 @@ def parameter_groups(
 
     AdamW has two groups: matrices, including embeddings, with weight decay, and vectors (norms and biases) without
     weight decay. With `optim` "muon", the matrices of the decoder layers are in additional groups, which come first.
-    There is one such group for each number of columns. Parameters with another factor in `scales` than 1 are in
-    groups of their own, which come last.
+    There is one such group for each number of columns. Parameters whose factor in `scales` is not 1 are in separate
+    groups, which come last.
 
     If a group has an `lr_scale`, the learning rate of the group is multiplied by this factor. The weight decay is
     divided by the same factor, because the optimizer multiplies the weight decay by the learning rate of the group.
@@ -74,19 +74,20 @@ def parameter_groups(
     """
     layers: Any = model.model.layers.parameters() if optim == "muon" else ()
     of_muon = {id(p) for p in layers if p.requires_grad and len(full_shape(p)) == 2}
-    by_key: dict[tuple[bool, float, bool, int, bool], list[nn.Parameter]] = {}
+    by_key: dict[tuple[bool, float, bool, int, bool], list[nn.Parameter]] = {}  # in the order of the groups
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            shape, is_muon = full_shape(parameter), id(parameter) in of_muon
-            scale = lr_scale(name, parameter, model.config, scales) if scales != NO_SCALES else 1.0
-            key = scale != 1, scale, not is_muon, shape[1] if is_muon else 0, len(shape) < 2
+            shape = full_shape(parameter)
+            scale = lr_scale(name, parameter, model.config, scales)
+            columns = shape[1] if id(parameter) in of_muon else 0
+            key = scale != 1, scale, columns == 0, columns, len(shape) < 2
             by_key.setdefault(key, []).append(parameter)
     groups = []
-    for (_, scale, not_muon, columns, is_vector), parameters in sorted(by_key.items(), key=itemgetter(0)):
+    for (_, scale, _, columns, is_vector), parameters in sorted(by_key.items(), key=itemgetter(0)):
         group: dict[str, Any] = {"params": parameters}
         if optim == "muon":
-            group["use_muon"] = not not_muon
-        if not not_muon:
+            group["use_muon"] = columns > 0
+        if columns:
             # DeepSpeed's Muon uses this order
             parameters.sort(key=full_shape, reverse=True)
             scale *= MUON_RMS * math.sqrt(columns)

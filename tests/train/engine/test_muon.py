@@ -82,7 +82,7 @@ def test_fused_weights_equal_separate_weights(process_group: None, config: str) 
     ],
 )
 def test_ranks_equal_one(config: str, tmp_path: Path, stage: int, ranks: int) -> None:
-    """Each with samples of its own; with ZeRO, a matrix lies on several."""
+    """Each with samples of its own; with ZeRO, several ranks may store parts of a matrix."""
     case = {"config": config, "variant": "te_layer", "stage": stage, "compute": "bf16"}
     (errors,) = run_cases(tmp_path, [(ranks, "muon_against_plain", case)])
     assert max(max(of_rank.values()) for of_rank in errors) < FLOAT32

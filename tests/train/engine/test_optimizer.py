@@ -13,7 +13,7 @@ from torch import nn
 
 from model.fp8.precision import Precision
 from model.fp8.recipes import PrecisionConfig
-from tests.conftest import refused
+from tests.conftest import refused, small_config
 from tests.train.engine.test_packed_adamw import FLOAT32, INT8, Trained
 from tests.train.runs import run
 from train.checkpoint.load import load_checkpoint
@@ -63,6 +63,7 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.config = small_config()
         self.embed = nn.Embedding(10, 4)
         self.fc = nn.Linear(4, 6)
         self.layernorm_mlp = nn.Linear(6, 4, bias=False)  # a matrix with "norm" in its name decays
