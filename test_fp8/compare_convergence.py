@@ -2,7 +2,8 @@
 """Train the same model in bf16 and with each FP8 recipe, and compare the losses.
 
     python test_fp8/compare_convergence.py [CONFIG] [--rows bf16 delayed current block muon ...]
-        [--row NAME key=value ...]... [--max_steps N] [--work_dir DIR] [--output FILE.json] [-- --key value ...]
+        [--row NAME key=value ...]... [--seeds 42 43 44 45] [--max_steps N] [--work_dir DIR] [--output FILE.json]
+        [-- --key value ...]
 
 Each benchmark case is a run of train/train.py in the folder --work_dir/NAME. Its configuration consists of CONFIG, the
 keys after -- and the keys of the case. By default, all cases have the same seed and train on the same samples in the
@@ -12,20 +13,24 @@ same order. --row adds a case, which is defined by keys of the training configur
     --row bf16_seed43 precision.compute=bf16 seed=43
     --row branch precision.compute=fp8 resume_from_checkpoint=RUN/checkpoints/step-00000700 allow_changes_on_resume=true
 
-To continue after an interruption, run the same command again. Unfinished cases resume, and finished cases are not
-trained again. --work_dir keeps the last checkpoint of each case.
+With --seeds, each case is trained once with each seed, and compared with the baseline of the same seed. The folder of
+a run is then --work_dir/NAME_seedN. The report contains the mean of the differences of the final evaluation losses and
+its 95 % interval, according to the t distribution.
+
+To continue after an interruption, run the same command again. Unfinished runs resume, and finished runs are not trained
+again. --work_dir keeps the last checkpoint of each run.
 
 Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
 the training losses in the last tenth of the steps, with its standard error. FILE.png shows the evaluation loss by
 training time. FILE_differences.png shows the differences by step, those of the training loss for each twentieth of the
 steps with a band of two standard errors. The errors are those of the mean over the samples. They do not contain the
-noise between two runs of the same case. To see the seed noise, add a case with another seed. Losses are compared step
-by step only if a case has the seed, batch size, sequence length, number of steps and data of the baseline. "equal loss"
-is the speedup at equal loss: the time until the baseline reaches the worse of the two final losses, divided by the time
-of the other run.
+noise between two runs of the same case, which --seeds measures. Losses are compared step by step only if a case has the
+seed, batch size, sequence length, number of steps and data of the baseline. "equal loss" is the speedup at equal loss:
+the time until the baseline reaches the worse of the two final losses, divided by the time of the other run.
 
 The exit status is 1 if the loss of a case that is compared step by step and has the baseline's optimizer is higher than
-the tolerance allows, and 2 if a run failed.
+the tolerance allows, and 2 if a run failed. With several seeds, the lower end of the interval must be within the
+tolerance.
 """
 
 from __future__ import annotations
@@ -67,6 +72,8 @@ SAVE_OPTIONS = ("--save_strategy=steps", "--save_steps=0", "--save_minutes=0", "
 WINDOWS = 20  # number of parts of a run for which the plot shows the difference of the training losses
 # Runs with equal values of these keys train on the same samples at each step of schedules of equal length.
 SAME_STEPS_KEYS = ("seed", "max_steps", "train_batch_size_tokens", "max_seq_length", "data")
+# Half the width of a 95 % interval in standard errors of the mean, for 2 to 10 seeds (t distribution).
+T_95 = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), strict=True))
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
@@ -79,6 +86,7 @@ OPTIONS = [
         choices=list(PRESETS),
     ),
     *shared(row=[]),
+    option("--seeds", [], "Seeds with which to train each case.", nargs="+", type=between(0)),
     option("--baseline", "bf16", "Name of the baseline, the case to which all other cases are compared."),
     option(
         "--tolerance",
@@ -116,7 +124,8 @@ COLUMNS: report.Columns = {
 def chosen_cases(options: argparse.Namespace) -> list[Case]:
     """Return the benchmark cases that --rows and --row select, starting with the baseline.
 
-    Raises CaseError if a --row option is invalid or the baseline is not among the cases.
+    Raises CaseError if a --row option is invalid, the baseline is not among the cases, or --seeds has more than 10 or
+    repeated values.
     """
     cases = {name: Case(name, PRESETS[name]) for name in options.rows}
     cases |= parse_cases(options.row, cases)
@@ -124,7 +133,13 @@ def chosen_cases(options: argparse.Namespace) -> list[Case]:
         raise CaseError(
             f"--baseline {options.baseline}: there is no case with this name; choose one of {', '.join(cases)}"
         )
+    if len({*options.seeds}) < len(options.seeds) or len(options.seeds) > max(T_95):
+        raise CaseError(f"--seeds: use up to {max(T_95)} different seeds")
     return sorted(cases.values(), key=lambda case: case.name != options.baseline)
+
+
+def with_seed(case: Case, seed: int) -> Case:
+    return Case(f"{case.name}_seed{seed}", {**case.overrides, "seed": seed})
 
 
 def training_command(case: Case, options: argparse.Namespace) -> list[str]:
@@ -139,12 +154,14 @@ def training_command(case: Case, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def train(case: Case, options: argparse.Namespace) -> list[Result]:
+def train(case: Case, config: TrainingArguments, options: argparse.Namespace) -> list[Result]:
     """Train the remaining steps of a benchmark case and return the records in metrics.jsonl.
 
-    train.py trains no steps if the run is complete. Raises ValueError if the run fails.
+    config: the resolved configuration of the case. Raises ValueError if the run fails.
     """
     folder = options.work_dir.resolve() / case.name
+    if is_finished(folder, config):
+        return read_records(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     has_checkpoint = any(RunFolder(folder).checkpoints.glob("step-*"))
     words = [*training_command(case, options), *["--resume_from_checkpoint=auto"] * has_checkpoint]
@@ -153,6 +170,22 @@ def train(case: Case, options: argparse.Namespace) -> list[Result]:
     print(f"training {case.name}; log file: {program.log}", flush=True)
     run(program)
     return read_records(folder)
+
+
+def is_finished(folder: Path, config: TrainingArguments) -> bool:
+    """Return whether a run with this configuration has trained all its steps."""
+    run_folder = RunFolder(folder)
+    if not run_folder.metrics.exists() or not run_folder.train_config.exists():
+        return False
+    saved = json.loads(run_folder.train_config.read_text(encoding="utf-8"))
+    return agrees(saved, config.to_dict()) and config.max_steps in by_step(read_records(folder), "eval_loss")
+
+
+def agrees(saved: Any, expected: Any) -> bool:
+    """Return whether a saved configuration has the expected values. train.py chooses the values that are None."""
+    if isinstance(saved, dict) and isinstance(expected, dict):
+        return all(key in saved and agrees(saved[key], value) for key, value in expected.items())
+    return expected is None or saved == expected
 
 
 def read_records(folder: Path) -> list[Result]:
@@ -330,28 +363,34 @@ def measure(options: argparse.Namespace) -> report.Outcome:
 
     Raises ValueError before any training if a configuration is invalid, or later if a run fails.
     """
-    cases = chosen_cases(options)
+    chosen = chosen_cases(options)
+    cases = [with_seed(case, seed) for seed in options.seeds for case in chosen] or chosen
     configs = [
         resolve_arguments(load_arguments(training_command(case, options)), options.nproc) for case in cases
     ]
-    trained = [train(case, options) for case in cases]
-    results, misses, base = [], [], configs[0]
-    for case, config, records in zip(cases, configs, trained, strict=True):
-        same_steps = all(getattr(config, key) == getattr(base, key) for key in SAME_STEPS_KEYS)
-        result = make_result(case, config, records, trained[0], same_steps)
+    trained = [train(case, config, options) for case, config in zip(cases, configs, strict=True)]
+    results, misses, is_checked, base = [], [], [], configs[0]
+    for index, (case, config, records) in enumerate(zip(cases, configs, trained, strict=True)):
+        first = index - index % len(chosen)  # the baseline of this seed
+        same_steps = all(getattr(config, key) == getattr(configs[first], key) for key in SAME_STEPS_KEYS)
+        result = make_result(case, config, records, trained[first], same_steps)
         results.append(result)
-        if not same_steps or config.optim != base.optim:
-            continue
-        if not result["eval_difference_percent"] <= options.tolerance * 100:
+        is_checked.append(same_steps and config.optim == base.optim)
+        if is_checked[-1] and result["skipped_steps"] > results[first]["skipped_steps"]:
             misses.append(
-                f"{case.name}: the evaluation loss differs from the evaluation loss of {cases[0].name} by "
-                f"{result['eval_difference_percent']:+.2f} %, but at most {options.tolerance * 100:+g} % is allowed "
-                "(--tolerance)"
+                f"{case.name} skipped {result['skipped_steps']} steps, but the baseline {cases[first].name} skipped "
+                f"only {results[first]['skipped_steps']}"
             )
-        if result["skipped_steps"] > results[0]["skipped_steps"]:
+    differences = []
+    for index, case in enumerate(chosen):
+        own = results[index :: len(chosen)]
+        found = interval([result["eval_difference_percent"] for result in own])
+        differences.append({"row": case.name, "seeds": options.seeds, **found})
+        lowest = found["mean_percent"] - (found["half_width"] or 0)
+        if is_checked[index] and not lowest <= options.tolerance * 100:
             misses.append(
-                f"{case.name} skipped {result['skipped_steps']} steps, but the baseline {cases[0].name} skipped only "
-                f"{results[0]['skipped_steps']}"
+                f"{case.name}: the evaluation loss differs from the evaluation loss of {chosen[0].name} by "
+                f"{describe(found)}, but at most {options.tolerance * 100:+g} % is allowed (--tolerance)"
             )
     training = {
         **{key: getattr(base, key) for key in TRAINING_KEYS},
@@ -360,12 +399,37 @@ def measure(options: argparse.Namespace) -> report.Outcome:
         "parameters": num_parameters(load_sizes(base.model.config)),
     }
     more = {"training": training, "tolerance": options.tolerance, "baseline": options.baseline}
+    if options.seeds:
+        more["differences"] = differences
+    lines = [f"{one['row']}: {describe(one)}" for one in differences[1:] if options.seeds]
     labels = report.plain_labels(
         {c.name: plain_name(config) for c, config in zip(cases, configs, strict=True)}
     )
     tokens = base.max_steps * (base.train_batch_size_tokens or 0)
     title = f"{training['model.config']}, {tokens / 1e6:,.0f}M tokens"
-    return report.Outcome(results, more, failures=misses, title=title, plots=plots(results, labels))
+    return report.Outcome(results, more, lines, misses, title, plots(results, labels))
+
+
+def interval(percents: Sequence[float]) -> Result:
+    """Return the mean of the differences of several seeds, and half the width of its 95 % interval.
+
+    percents: the difference of each seed, in percent of the baseline's loss. The half width is None for one seed.
+    """
+    mean, count, half_width = statistics.fmean(percents), len(percents), None
+    if count > 1:
+        variance = sum((percent - mean) ** 2 for percent in percents) / (count - 1)
+        half_width = T_95[count] * math.sqrt(variance / count)
+    return {"percent": [*percents], "mean_percent": mean, "half_width": half_width}
+
+
+def describe(found: Result) -> str:
+    """Return the text for a result of `interval`."""
+    if found["half_width"] is None:
+        return f"{found['mean_percent']:+.2f} %"
+    return (
+        f"{found['mean_percent']:+.2f} % ± {found['half_width']:.2f} % (mean and 95 % interval of "
+        f"{len(found['percent'])} seeds)"
+    )
 
 
 def plain_name(config: TrainingArguments) -> str:

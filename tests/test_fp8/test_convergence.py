@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import shutil
 import zipfile
 from collections import Counter
 from pathlib import Path
@@ -62,6 +64,16 @@ def test_loss_differences() -> None:
     short = compare_convergence.loss_differences(own[:5], base, 10)
     assert [w["standard_error"] for w in short.values()] == [None] * 5 and list(short) == [1, 2, 3, 4, 5]
     assert [*compare_convergence.loss_differences(own, base, 3)] == [4, 11, 18], "7, 7 and 6 steps"
+
+
+def test_interval() -> None:
+    """Against scipy.stats.t.interval(0.95, 3, mean, sem)."""
+    found = compare_convergence.interval([0.1, 0.4, 0.2, 0.3])
+    assert found["mean_percent"] == pytest.approx(0.25) and found["half_width"] == pytest.approx(
+        0.20543, rel=1e-3
+    )
+    assert compare_convergence.interval([0.1])["half_width"] is None
+    assert math.isnan(compare_convergence.interval([0.1, math.nan])["half_width"])
 
 
 def test_evaluations_are_compared_at_equal_steps() -> None:
@@ -159,9 +171,30 @@ def test_comparison(config: Path, tmp_path: Path) -> None:
     assert program(config, work, "--rows", "bf16", *broken, "--", *extra) == 2
 
 
+@pytest.mark.process
+@pytest.mark.usefixtures("forked")
+def test_seeds(config: Path, tmp_path: Path) -> None:
+    """Each seed is compared with the baseline of that seed, and the tolerance applies to the interval."""
+    work, output = tmp_path / "work", tmp_path / "seeds.json"
+    words = ["--rows", "bf16", "delayed", "--output", str(output), "--seeds"]
+    assert program(config, work, *words, "5", "6", "7", "--tolerance", "1e-9") == 0
+    report = json.loads(output.read_text())
+    losses = {result["row"]: result["eval_loss"] for result in report["results"]}
+    percents = [100 * (losses[f"delayed_seed{n}"] / losses[f"bf16_seed{n}"] - 1) for n in (5, 6, 7)]
+    found = report["differences"][1]
+    assert found["percent"] == pytest.approx(percents) and len({*percents}) == 3
+    assert found["half_width"] > abs(found["mean_percent"]), "no case for the tolerance"
+    stopped = work / "delayed_seed5/checkpoints"
+    shutil.rmtree(stopped)
+    assert program(config, work, *words, "5") == 0 and not stopped.exists(), (
+        "a finished run is not trained again"
+    )
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        ["--seeds", "5", "5"],
         ["--row", "x", "precision.recipe=best"],
         ["--", "--learnin_rate", "1"],
         ["--row", "x", "per_device_train_batch_size=3"],
