@@ -29,9 +29,11 @@ CASE_KEYS = [
     *("model.variant", "model.compile", "model.attention_backend", "precision", "speed"),
     *("gradient_checkpointing", "optim", "deepspeed"),
 ]
-MEGATRON_SWITCHES: dict[str, dict[str, bool]] = {
+MEGATRON_SWITCHES: dict[str, dict[str, Any]] = {
     "": {},
+    "_graph": {"cuda_graph_impl": "local"},
     "_op_fuser": {"use_transformer_engine_op_fuser": True},
+    "_op_fuser_graph": {"use_transformer_engine_op_fuser": True, "cuda_graph_impl": "local"},
     "_op_fuser_qkv_rope": {"use_transformer_engine_op_fuser": True, "fused_single_qkv_rope": True},
 }
 # The default cases are the most important comparisons. They take several minutes.
@@ -98,8 +100,10 @@ def _presets() -> dict[str, Case]:
     cases = {name: Case(name, how) for name, how in overrides.items()}
     for kind, how in (("bf16", bf16), ("fp8_delayed", _fp8("delayed")), ("fp8_current", _fp8("current"))):
         for suffix, switches in MEGATRON_SWITCHES.items():
-            name = f"megatron_core_{kind}{suffix}"
-            cases[name] = Case(name, {"model.variant": "te_layer", **how}, switches)
+            parameters = [("", {}), ("_fp8_params", {"fp8_param": True})][: 1 if how is bf16 else 2]
+            for ending, more in parameters:
+                name = f"megatron_core_{kind}{suffix}{ending}"
+                cases[name] = Case(name, {"model.variant": "te_layer", **how}, switches | more)
     return cases
 
 

@@ -116,11 +116,14 @@ class Model(nn.Module):
     def forward(self, input_ids: Tensor) -> CausalLMOutput:
         """Return the logits [batch, sequence, vocabulary]. The weights are quantized again in each call."""
         self.gpt.set_is_first_microbatch()
-        return CausalLMOutput(logits=self.gpt(*self.inputs(input_ids)))
+        self.gpt.eval()  # in training mode, Megatron-Core would record this call for its CUDA graphs
+        logits = self.gpt(*self.inputs(input_ids))
+        self.gpt.train()
+        return CausalLMOutput(logits=logits)
 
 
 def transformer_config(
-    config: MistralConfig, arguments: TrainingArguments, switches: Mapping[str, bool]
+    config: MistralConfig, arguments: TrainingArguments, switches: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments for Megatron-Core's TransformerConfig, given the model and training configuration."""
     precision = arguments.precision
@@ -165,7 +168,7 @@ def transformer_config(
 def build(
     config: MistralConfig,
     arguments: TrainingArguments,
-    switches: Mapping[str, bool],
+    switches: Mapping[str, Any],
     weights: Mapping[str, Tensor],
 ) -> tuple[Model, Any]:
     """Build the Megatron-Core model in training mode, and return the model and its TransformerConfig.
@@ -177,28 +180,34 @@ def build(
     state: Any = core(".parallel_state")
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel()
-    core(".tensor_parallel").model_parallel_cuda_manual_seed(arguments.seed)
+    has_graphs = "cuda_graph_impl" in switches  # CUDA graphs need Transformer Engine's random numbers
+    core(".tensor_parallel").model_parallel_cuda_manual_seed(
+        arguments.seed, te_rng_tracker=has_graphs, force_reset_rng=True
+    )
     options = transformer_config(config, arguments, switches)
     backends: Any = core(".transformer.enums").AttnBackend
     options["attention_backend"] = backends[arguments.model.attention_backend]
     specs: Any = core(".models.gpt.gpt_layer_specs")
     fuser = bool(switches.get("use_transformer_engine_op_fuser"))
     settings = core(".transformer").TransformerConfig(**options)
-    gpt = (
-        core(".models.gpt")
-        .GPTModel(
-            settings,
-            specs.get_gpt_layer_with_transformer_engine_spec(
-                qk_layernorm=has_qk_norm(config), use_te_op_fuser=fuser
-            ),
-            vocab_size=config.vocab_size,
-            max_sequence_length=arguments.max_seq_length,
-            share_embeddings_and_output_weights=config.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_base=rope_parameters(config)["rope_theta"],
+    with (
+        torch.no_grad()
+    ):  # with gradients, FP8 parameters would keep their uninitialized values for the optimizer
+        gpt = (
+            core(".models.gpt")
+            .GPTModel(
+                settings,
+                specs.get_gpt_layer_with_transformer_engine_spec(
+                    qk_layernorm=has_qk_norm(config), use_te_op_fuser=fuser
+                ),
+                vocab_size=config.vocab_size,
+                max_sequence_length=arguments.max_seq_length,
+                share_embeddings_and_output_weights=config.tie_word_embeddings,
+                position_embedding_type="rope",
+                rotary_base=rope_parameters(config)["rope_theta"],
+            )
+            .cuda()
         )
-        .cuda()
-    )
     parameters, given = dict(gpt.named_parameters()), to_megatron(weights, config)
     shapes = [{(name, tuple(t.shape)) for name, t in tensors.items()} for tensors in (parameters, given)]
     if differing := sorted(name for name, _ in shapes[0] ^ shapes[1]):
@@ -235,6 +244,17 @@ def provide_apex_gemm() -> None:
 
 
 @contextmanager
+def delete_graphs() -> Iterator[None]:
+    """Delete Megatron-Core's CUDA graphs after the `with` block, and leave the stream that it has selected for them."""
+    stream = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
+        core(".transformer.cuda_graphs").delete_cuda_graphs()
+
+
+@contextmanager
 def free_attention(deterministic: bool) -> Iterator[None]:
     """Clear the environment variables that select an attention backend within the `with` block.
 
@@ -258,7 +278,10 @@ class Training:
     def __init__(self, model: Model, settings: Any, arguments: TrainingArguments):
         distributed, optimizer = core(".distributed"), core(".optimizer")
         buffers = distributed.DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=False,
+            fp8_param_gather=settings.fp8_param,
         )
         wrapped = core(".transformer.module").Float16Module(settings, model.gpt)
         self.model = distributed.DistributedDataParallel(settings, buffers, wrapped)
@@ -330,9 +353,7 @@ def check_attention(timed: str, config: MistralConfig, precision: Precision, tok
         raise DifferentModel(f"attention backend {timed} was timed, but the correctness check used {checked}")
 
 
-def measure_case(
-    arguments: TrainingArguments, switches: Mapping[str, bool], conditions: Conditions
-) -> Result:
+def measure_case(arguments: TrainingArguments, switches: Mapping[str, Any], conditions: Conditions) -> Result:
     """Measure the training steps of a case with Megatron-Core for one round, and return the values for the report.
 
     Raises Unavailable if Megatron-Core cannot run, and DifferentModel if the model, the GEMMs or the attention are not
@@ -344,7 +365,7 @@ def measure_case(
     samples, compute = arguments.per_device_train_batch_size, arguments.precision.compute
     ids, labels = (t[:samples].contiguous() for t in conditions.batch[:2])
     reference, precision = conditions.reference, Precision(arguments.precision)
-    with free_attention(arguments.full_determinism):
+    with free_attention(arguments.full_determinism), delete_graphs():
         model, settings = build(config, arguments, switches, reference.weights)
         # build() has copied these weights to the model's parameters
         logits_error = check_same_model(model, reference.weights, compute, reference, ids)

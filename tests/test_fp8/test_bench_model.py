@@ -145,7 +145,8 @@ def configured(case: Case, micro_batch: int = 2) -> TrainingArguments:
 def test_presets_are_valid_configurations() -> None:
     for case in PRESETS.values():
         arguments = configured(case)
-        assert arguments.speed.cuda_graphs is case.name.endswith("_graph"), case.name
+        own_graphs = case.megatron is None and case.name.endswith("_graph")
+        assert arguments.speed.cuda_graphs is own_graphs, case.name
         assert (arguments.precision.compute == "bf16") is ("bf16" in case.name)
     assert not any(vars(configured(PRESETS["te_layer_fp8_delayed_off"]).speed).values())
     for patterns in (bench_cases.DEFAULT_ROWS, bench_cases.CPU_ROWS):
@@ -298,7 +299,11 @@ def test_megatron_configuration(name: str) -> None:
         assert "fp8" not in options and options["bf16"] is True
     else:
         assert (options["fp8"], options["fp8_recipe"]) == ("e4m3", recipe[name.split("_")[3]])
-    assert ("use_transformer_engine_op_fuser" in options) is ("op_fuser" in name)
+    found = [options.get(key) for key in ("use_transformer_engine_op_fuser", "cuda_graph_impl", "fp8_param")]
+    given = "op_fuser" in name, "_graph" in name, "_fp8_params" in name
+    assert found == [
+        value if is_on else None for value, is_on in zip((True, "local", True), given, strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
