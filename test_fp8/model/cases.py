@@ -32,14 +32,16 @@ CASE_KEYS = [
 MEGATRON_SWITCHES: dict[str, dict[str, Any]] = {
     "": {},
     "_graph": {"cuda_graph_impl": "local"},
+    "_fp8_params": {"fp8_param": True},
     "_op_fuser": {"use_transformer_engine_op_fuser": True},
     "_op_fuser_graph": {"use_transformer_engine_op_fuser": True, "cuda_graph_impl": "local"},
+    "_op_fuser_fp8_params": {"use_transformer_engine_op_fuser": True, "fp8_param": True},
     "_op_fuser_qkv_rope": {"use_transformer_engine_op_fuser": True, "fused_single_qkv_rope": True},
 }
 # The default cases are the most important comparisons. They take several minutes.
 DEFAULT_ROWS = (
     "hf_bf16* torchao_tensorwise te_linear_bf16 te_linear_fp8_delayed te_layer_bf16* te_layer_fp8_delayed "
-    "te_layer_fp8_delayed_graph megatron_core_*"
+    "te_layer_fp8_delayed_graph megatron_core_bf16 megatron_core_fp8_delayed*"
 ).split()
 CPU_ROWS = ["hf_bf16", "te_linear_bf16", "te_layer_bf16", "te_layer_fp8_delayed"]
 
@@ -100,10 +102,9 @@ def _presets() -> dict[str, Case]:
     cases = {name: Case(name, how) for name, how in overrides.items()}
     for kind, how in (("bf16", bf16), ("fp8_delayed", _fp8("delayed")), ("fp8_current", _fp8("current"))):
         for suffix, switches in MEGATRON_SWITCHES.items():
-            parameters = [("", {}), ("_fp8_params", {"fp8_param": True})][: 1 if how is bf16 else 2]
-            for ending, more in parameters:
-                name = f"megatron_core_{kind}{suffix}{ending}"
-                cases[name] = Case(name, {"model.variant": "te_layer", **how}, switches | more)
+            if "fp8_param" not in switches or how is not bf16:
+                name = f"megatron_core_{kind}{suffix}"
+                cases[name] = Case(name, {"model.variant": "te_layer", **how}, switches)
     return cases
 
 

@@ -190,9 +190,8 @@ def build(
     specs: Any = core(".models.gpt.gpt_layer_specs")
     fuser = bool(switches.get("use_transformer_engine_op_fuser"))
     settings = core(".transformer").TransformerConfig(**options)
-    with (
-        torch.no_grad()
-    ):  # with gradients, FP8 parameters would keep their uninitialized values for the optimizer
+    # with gradients, FP8 parameters would keep their uninitialized values for the optimizer
+    with torch.no_grad():
         gpt = (
             core(".models.gpt")
             .GPTModel(
