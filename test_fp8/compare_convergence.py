@@ -10,7 +10,6 @@ keys after -- and the keys of the case. By default, all cases have the same seed
 same order. --row adds a case, which is defined by keys of the training configuration:
 
     --row fp8_lm_head precision.compute=fp8 precision.bf16_modules=[]
-    --row bf16_seed43 precision.compute=bf16 seed=43
     --row branch precision.compute=fp8 resume_from_checkpoint=RUN/checkpoints/step-00000700 allow_changes_on_resume=true
 
 With --seeds, each case is trained once with each seed, and compared with the baseline of the same seed. The folder of
