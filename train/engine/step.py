@@ -37,6 +37,7 @@ from train.engine.process_group import suppress_prints
 from train.engine.weight_gather import WeightGather
 from train.engine.zero import (
     GradientBuffer,
+    communicate_in_place,
     drop_skipped_gradients,
     gradient_buffers,
     pack_states,
@@ -72,6 +73,7 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
         drop_skipped_gradients(engine)
         scatter_gradients(engine)
         scatter_gradients_with_muon(engine)
+        communicate_in_place(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)
     if gathers_fp8:

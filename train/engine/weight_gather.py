@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import (
-    AllGatherHandle,
     MultipleAllGatherHandles,
     ZeroParamStatus,
 )
@@ -37,6 +36,7 @@ from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
 from model.fp8.state import allocate_fp8_state
 from model.te_reference.quantize import FP8_MAX, scale_from_amax
+from train.engine.zero import gather_together
 
 E4M3 = torch.float8_e4m3fn
 GATHERED_RECIPES = ("delayed", "current")  # the recipes with one scale per tensor
@@ -115,7 +115,8 @@ class WeightGather:
             # the same order on all ranks
             ordered = sorted(parameters, key=lambda parameter: parameter.ds_id)
             others = [parameter for parameter in ordered if parameter.ds_id not in by_id]
-            handles = [self._gather(by_id[p.ds_id]) for p in ordered if p.ds_id in by_id]
+            weights = [by_id[p.ds_id] for p in ordered if p.ds_id in by_id]
+            handles = [self._gather(weights)] if weights else []
             if others:
                 handles.append(gather_others(others, **options))
             return MultipleAllGatherHandles(handles)
@@ -190,19 +191,21 @@ class WeightGather:
                 (codes, weight.scale_inv),
             )
 
-    def _gather(self, weight: _Weight) -> AllGatherHandle:
-        """Start gathering the bytes of a weight, and return the handle that waits for them."""
-        parameter, part = weight.parameter, weight.codes
-        size = part.numel() * dist.get_world_size(parameter.ds_process_group)
+    def _gather(self, weights: list[_Weight]) -> Any:
+        """Start gathering the bytes of weights, and return the handle that waits for them."""
         if self.quantized is not None:
             self.quantized.wait()
-        buffer = torch.empty(math.ceil(size / 2), dtype=parameter.dtype, device=part.device)
-        work = dist.all_gather_into_tensor(
-            buffer.view(torch.uint8)[:size], part, group=parameter.ds_process_group, async_op=True
-        )
-        parameter.data = buffer.as_strided(parameter.ds_shape, PACKED)
-        parameter.ds_status = ZeroParamStatus.INFLIGHT
-        return AllGatherHandle(work, parameter)
+        parameters, parts = [weight.parameter for weight in weights], [weight.codes for weight in weights]
+        sizes = [part.numel() * dist.get_world_size() for part in parts]
+        buffers = [
+            torch.empty(math.ceil(size / 2), dtype=parameter.dtype, device=parameter.device)
+            for parameter, size in zip(parameters, sizes, strict=True)
+        ]
+        codes = [buffer.view(torch.uint8)[:size] for buffer, size in zip(buffers, sizes, strict=True)]
+        handle = gather_together(parameters, parts, codes)
+        for parameter, buffer in zip(parameters, buffers, strict=True):
+            parameter.data = buffer.as_strided(parameter.ds_shape, PACKED)
+        return handle
 
     def _read(self, weight: _Weight, gathered: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the FP8 bytes and the inverse scale of a gathered weight, or None if it was gathered in bf16."""

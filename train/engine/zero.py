@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -34,6 +34,11 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.partition_parameters import (
+    AllGatherHandle,
+    MultipleAllGatherHandles,
+    ZeroParamStatus,
+)
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
@@ -323,6 +328,78 @@ def scatter_gradients_with_muon(engine: Any) -> None:
     """
     if getattr(engine.optimizer, "use_muon", False):
         engine.optimizer.reduce_scatter = True
+
+
+def gather_together(
+    parameters: list[Any], parts: list[torch.Tensor], gathered: list[torch.Tensor]
+) -> MultipleAllGatherHandles:
+    """Start gathering ZeRO 3 parameters in one communication call, each into memory of its own.
+
+    DeepSpeed's function gathers several parameters into one buffer, and then copies each part to its place.
+
+    Args:
+        parameters: The parameters, in the same order on all ranks.
+        parts: This rank's part of each parameter, 1-D.
+        gathered: Memory for the parts of all ranks, for each parameter, 1-D.
+
+    Returns:
+        The handle that DeepSpeed waits for before it uses the parameters.
+    """
+    group = parameters[0].ds_process_group
+    with dist._coalescing_manager(group, async_ops=True) as work:
+        for part, whole in zip(parts, gathered, strict=True):
+            dist.all_gather_into_tensor(whole, part, group=group)
+    for parameter in parameters:
+        parameter.ds_status = ZeroParamStatus.INFLIGHT
+    return MultipleAllGatherHandles([AllGatherHandle(work, parameter) for parameter in parameters])
+
+
+def communicate_in_place(engine: Any) -> None:
+    """Make ZeRO 3 gather weights and reduce gradients without copies. Call this on a new engine.
+
+    DeepSpeed copies gathered weights out of a buffer and gradients into buffers, and divides the gradients in a
+    separate pass. The gradients of about `reduce_bucket_size` elements are still reduced in one call. If the number of
+    ranks is not a power of two, gradients are reduced by DeepSpeed.
+    """
+    optimizer, ranks = engine.optimizer, dist.get_world_size()
+    if engine.zero_optimization_stage() != 3 or ranks == 1:
+        return
+
+    def gather(parameters: Iterable[Any], **_: Any) -> MultipleAllGatherHandles:
+        ordered = sorted(parameters, key=lambda parameter: parameter.ds_id)
+        parts = [parameter.ds_tensor.data for parameter in ordered]
+        gathered = [part.new_empty(part.numel() * ranks) for part in parts]
+        handle = gather_together(ordered, parts, gathered)
+        for parameter, whole in zip(ordered, gathered, strict=True):
+            parameter.data = whole[: parameter.ds_numel].view(parameter.ds_shape)
+        return handle
+
+    for parameter in engine.module.parameters():
+        parameter.all_gather_coalesced = gather
+
+    average_copies = optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+
+    def average(parameters: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        gradients = [parameter.grad.to(dtype).view(-1) for parameter in parameters]
+        # NCCL multiplies by 1 / ranks, rounded to `dtype`, which is exact only for powers of two
+        is_exact = ranks & (ranks - 1) == 0
+        if not is_exact or any(gradient.numel() % ranks for gradient in gradients):
+            return average_copies(parameters, dtype)
+        group = parameters[0].ds_process_group
+        parts = [gradient.chunk(ranks)[dist.get_rank(group)] for gradient in gradients]
+        with dist._coalescing_manager(group):
+            for part, gradient in zip(parts, gradients, strict=True):
+                dist.reduce_scatter_tensor(part, gradient, op=dist.ReduceOp.AVG, group=group)
+        return [part.to(optimizer.gradient_accumulation_dtype) for part in parts]
+
+    optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = average
+    optimizer.contiguous_gradients = False
+    for bucket in optimizer.ipg_buckets.values():
+        bucket.buffer = None
+    # the host waits when more gathers or reductions than this are unfinished
+    optimizer.max_param_reduce_events = 8
+    coordinator = optimizer.parameter_offload.get_param_coordinator()
+    coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 8
 
 
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
