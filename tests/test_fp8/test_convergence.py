@@ -48,10 +48,14 @@ def test_seconds_to_loss() -> None:
     points = compare_convergence.evaluations(training((10, 5.0), (20, 4.0), (30, 4.2), (40, 3.0)))
     times = {loss: compare_convergence.seconds_to_loss(points, loss) for loss in (5.5, 4.25, 3.6, 2.9)}
     assert times == {5.5: 10, 4.25: 17.5, 3.6: 35, 2.9: None}
-    fast, slow = training((10, 4.0), (20, 3.1), rate=20), training((10, 4.0), (20, 3.0))
-    found = compare_convergence.equal_loss(fast, slow)
-    assert (found["eval_loss"], found["seconds"]) == (3.1, 10)
-    assert found["baseline_seconds"] == pytest.approx(19) and found["ratio"] == pytest.approx(1.9)
+    slow = training((10, 5.03), (20, 4.03), (30, 4.0))
+    worse, fast = training((10, 5.0), (20, 4.02), rate=20), training((10, 4.5), (20, 3.0), rate=20)
+    for run, seconds in ((worse, 5 + 5 * 0.96 / 0.98), (fast, 5 + 5 * 0.46 / 1.5)):
+        found = compare_convergence.equal_loss(run, slow)
+        assert (found["eval_loss"], found["baseline_seconds"]) == pytest.approx((4.04, 19.9))
+        assert found["seconds"] == pytest.approx(seconds)
+        assert found["ratio"] == pytest.approx(19.9 / seconds)
+    assert compare_convergence.equal_loss(training((10, 5.0), (20, 4.1)), slow)["ratio"] is None
 
 
 def test_loss_differences() -> None:
@@ -100,7 +104,7 @@ def test_plots_name_cases_and_axes() -> None:
     labels = plain_labels(names)
     assert [*labels.values()] == [names["a"], f"{names['b']} (b)", f"{names['b']} (c)"]
     (time,), differences = plots(results, {r["row"]: r["row"] for r in results}).values()
-    assert time.target is not None and time.target[0] == results[0]["eval_loss"]
+    assert time.target is not None and time.target[0] == 1.01 * results[0]["eval_loss"]
     assert time.x and time.y and all(panel.x and panel.y for panel in differences)
     assert [*time.series] == [r["row"] for r in results] and len(differences[0].series) == 3
 
