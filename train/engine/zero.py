@@ -378,13 +378,13 @@ def communicate_in_place(engine: Any) -> None:
         parameter.all_gather_coalesced = gather
 
     average_copies = optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+    # NCCL multiplies by 1 / ranks, rounded to the data type, which is exact only for powers of two
+    is_exact = ranks & (ranks - 1) == 0
 
     def average(parameters: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-        gradients = [parameter.grad.to(dtype).view(-1) for parameter in parameters]
-        # NCCL multiplies by 1 / ranks, rounded to `dtype`, which is exact only for powers of two
-        is_exact = ranks & (ranks - 1) == 0
-        if not is_exact or any(gradient.numel() % ranks for gradient in gradients):
+        if not is_exact or any(parameter.grad.numel() % ranks for parameter in parameters):
             return average_copies(parameters, dtype)
+        gradients = [parameter.grad.to(dtype).view(-1) for parameter in parameters]
         group = parameters[0].ds_process_group
         parts = [gradient.chunk(ranks)[dist.get_rank(group)] for gradient in gradients]
         with dist._coalescing_manager(group):
