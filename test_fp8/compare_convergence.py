@@ -25,8 +25,8 @@ training time. FILE_differences.png shows the differences by step, those of the 
 steps with a band of two standard errors. The errors are those of the mean over the samples. They do not contain the
 noise between two runs of the same case, which --seeds measures. Losses are compared step by step only if a case has the
 seed, batch size, sequence length, number of steps and data of the baseline. "equal loss" is the speedup to equal loss:
-the time until the baseline reaches a loss 1 % above its final loss, divided by the time of the other run until the same
-loss. So a case whose final loss is slightly above that of the baseline can reach the target.
+the time until the baseline reaches a loss 1 % above its final loss, divided by the time until the other run reaches the
+same loss. A case whose final loss is slightly above that of the baseline can therefore also reach the target.
 
 The exit status is 1 if the loss of a case that is compared step by step and has the baseline's optimizer is higher than
 the tolerance allows, and 2 if a run failed. With several seeds, the lower end of the interval must be within the

@@ -6,7 +6,7 @@ quantizes its part with the same scale, the gathered bytes are those of the quan
 communication.
 
     quantize      once per step: amaxes (largest magnitudes) over all ranks, scales, and the bytes of each rank's part
-    gather        in each pass, when DeepSpeed asks for the weights: one all-gather per weight, into its final place
+    gather        in each pass, when DeepSpeed asks for the weights: one call for all weights of a module
     read          the module reads the bytes in its forward and backward pass, where it would quantize the weight
 
 A gathered parameter keeps its shape and data type, but its memory contains the FP8 bytes, and all of its strides are 0.
@@ -191,18 +191,16 @@ class WeightGather:
                 (codes, weight.scale_inv),
             )
 
-    def _gather(self, weights: list[_Weight]) -> Any:
+    def _gather(self, weights: list[_Weight]) -> MultipleAllGatherHandles:
         """Start gathering the bytes of weights, and return the handle that waits for them."""
         if self.quantized is not None:
             self.quantized.wait()
-        parameters, parts = [weight.parameter for weight in weights], [weight.codes for weight in weights]
-        sizes = [part.numel() * dist.get_world_size() for part in parts]
-        buffers = [
-            torch.empty(math.ceil(size / 2), dtype=parameter.dtype, device=parameter.device)
-            for parameter, size in zip(parameters, sizes, strict=True)
-        ]
-        codes = [buffer.view(torch.uint8)[:size] for buffer, size in zip(buffers, sizes, strict=True)]
-        handle = gather_together(parameters, parts, codes)
+        parameters, buffers, gathered = [weight.parameter for weight in weights], [], []
+        for weight in weights:
+            size = weight.codes.numel() * dist.get_world_size()
+            buffers.append(weight.codes.new_empty(math.ceil(size / 2), dtype=weight.parameter.dtype))
+            gathered.append(buffers[-1].view(torch.uint8)[:size])
+        handle = gather_together(parameters, [weight.codes for weight in weights], gathered)
         for parameter, buffer in zip(parameters, buffers, strict=True):
             parameter.data = buffer.as_strided(parameter.ds_shape, PACKED)
         return handle

@@ -1,8 +1,9 @@
 """Access private attributes of DeepSpeed 0.19.8 and work around its bugs.
 
 Before an update of DeepSpeed, check this file, weight_gather.py, optimizer.py, process_group.py,
-train/monitor/watchdog.py and train/checkpoint/reshard.py, which reads DeepSpeed's checkpoint files. The tensors that
-AdamW or Muon updates (`masters`) depend on DeepSpeed's optimizer wrapper:
+train/monitor/watchdog.py and train/checkpoint/reshard.py, which reads DeepSpeed's checkpoint files. Before an update of
+torch, check `_coalescing_manager`. The tensors that AdamW or Muon updates (`masters`) depend on DeepSpeed's optimizer
+wrapper:
 
     ZeRO  optimizer wrapper                           tensors that are updated
     0     none (float32)                              the weights
@@ -359,7 +360,7 @@ def communicate_in_place(engine: Any) -> None:
 
     DeepSpeed copies gathered weights out of a buffer and gradients into buffers, and divides the gradients in a
     separate pass. The gradients of about `reduce_bucket_size` elements are still reduced in one call. If the number of
-    ranks is not a power of two, gradients are reduced by DeepSpeed.
+    ranks is not a power of two, DeepSpeed's function reduces gradients. `contiguous_gradients` has no effect.
     """
     optimizer, ranks = engine.optimizer, dist.get_world_size()
     if engine.zero_optimization_stage() != 3 or ranks == 1:
@@ -377,13 +378,13 @@ def communicate_in_place(engine: Any) -> None:
     for parameter in engine.module.parameters():
         parameter.all_gather_coalesced = gather
 
-    average_copies = optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
+    average_by_deepspeed = optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
     # NCCL multiplies by 1 / ranks, rounded to the data type, which is exact only for powers of two
     is_exact = ranks & (ranks - 1) == 0
 
     def average(parameters: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
         if not is_exact or any(parameter.grad.numel() % ranks for parameter in parameters):
-            return average_copies(parameters, dtype)
+            return average_by_deepspeed(parameters, dtype)
         gradients = [parameter.grad.to(dtype).view(-1) for parameter in parameters]
         group = parameters[0].ds_process_group
         parts = [gradient.chunk(ranks)[dist.get_rank(group)] for gradient in gradients]
