@@ -262,6 +262,7 @@ def pack_states(engine: Any, moments: str) -> None:
 
 # ---------------------------------------------------------------- a step
 
+UNFINISHED_REDUCTIONS = 4  # when the host continues after a backward pass
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -397,10 +398,27 @@ def communicate_in_place(engine: Any) -> None:
     optimizer.contiguous_gradients = False
     for bucket in optimizer.ipg_buckets.values():
         bucket.buffer = None
+    if optimizer.reduce_and_partition_stream is not None and not optimizer.offload_optimizer:
+        wait_on_gpu(optimizer)
     # the host waits when more gathers or reductions than this are unfinished
     optimizer.max_param_reduce_events = 8
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 8
+
+
+def wait_on_gpu(optimizer: Any) -> None:
+    """Let the host enqueue the next micro-batch while ZeRO 3 reduces the last gradients of a backward pass.
+
+    DeepSpeed's host waits for these reductions, and the GPU is then idle until the next kernels arrive.
+    """
+    reductions, events = optimizer.reduce_and_partition_stream, optimizer.param_reduce_events
+
+    def synchronize() -> None:
+        while len(events) > UNFINISHED_REDUCTIONS:  # each one keeps the gradients of a bucket
+            events.popleft().synchronize()
+        torch.cuda.current_stream().wait_stream(reductions)
+
+    reductions.synchronize = synchronize
 
 
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
