@@ -20,8 +20,7 @@ from train import evaluate, launch
 from train.config.load import load_arguments
 from train.files import REPOSITORY
 
-REMOVED = {"save"}  # reports of programs that were removed
-RESULTS = [p for p in sorted((REPOSITORY / "test_fp8/results").glob("*.json")) if p.stem not in REMOVED]
+RESULTS = sorted((REPOSITORY / "test_fp8/results").glob("*.json"))
 OF_ROWS = "the command of each row"
 
 
