@@ -1,7 +1,8 @@
 """Train one phase of a run: run the optimizer steps, and log, evaluate and save as configured.
 
-A step waits for the GPU only for logging, FP8 health checks, evaluation and saving. It waits for a background save only
-if the next save is due. All ranks must call the methods at the same points.
+The optimizer step waits for the gradient norm on the GPU. Otherwise, a step waits for the GPU only for logging, FP8
+health checks, evaluation and saving. It waits for a background save only if the next save is due. All ranks must call
+the methods at the same points.
 """
 
 from __future__ import annotations
@@ -210,10 +211,7 @@ class Trainer:
             raise Stopped(number, self.checkpoint, resume_option(args))
 
     def take_step(self) -> Step:
-        """Run the forward and backward passes of all micro-batches and the optimizer step.
-
-        This method does not wait for the GPU.
-        """
+        """Run the forward and backward passes of all micro-batches and the optimizer step."""
         args, state, engine, stream = self.args, self.state, self.engine, self.run.train
         learning_rate = learning_rate_at(state.step, args)
         for group in engine.optimizer.param_groups:

@@ -42,6 +42,7 @@ def gathered_steps(
     sizes: tuple[int, int] = (1, 16),
     steps: int = 3,
     variant: str = "te_layer",
+    in_place: bool = True,
 ) -> dict[str, Any]:
     """Take steps with an evaluation and a skipped step between them.
 
@@ -49,9 +50,11 @@ def gathered_steps(
         is_packed: gather weights in 8 bits.
         quantize_once: without `is_packed`, quantize the gathered weights only in the first micro-batch of a step.
         sizes: samples per micro-batch and tokens per sample.
+        in_place: communicate without DeepSpeed's copies.
 
     Returns:
         losses, evaluations: losses of all micro-batches, and of the evaluation after each step.
+        norms: gradient norm of each step.
         state: hashes of weights, optimizer states and FP8 state after the last step.
         sent: bytes of the gathers in the first step, by data type.
         health: statistics of the weights in the first step, by GEMM, over all ranks.
@@ -63,7 +66,12 @@ def gathered_steps(
     deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 1000
     # TE keeps the FP8 copies of the first micro-batch
     once = mock.patch.object(engine_step, "quantize_weights_again")
-    with once if quantize_once else contextlib.nullcontext():
+    copies = mock.patch.object(engine_step, "communicate_in_place")
+    with contextlib.ExitStack() as changed:
+        if quantize_once:
+            changed.enter_context(once)
+        if not in_place:
+            changed.enter_context(copies)
         micro_step, _ = build_micro_step(
             config,
             fallbacks,
@@ -94,7 +102,7 @@ def gathered_steps(
         ids = random_ids(engine.module.config, *sizes, 100 * seed + rank).to(engine.device)
         return Batch(ids, ids)
 
-    losses, evaluations = [], []
+    losses, evaluations, norms = [], [], []
     with (
         mock.patch.object(deepspeed.comm, "allgather_fn", counting(deepspeed.comm.allgather_fn)),
         mock.patch.object(dist, "all_gather_into_tensor", counting(dist.all_gather_into_tensor)),
@@ -109,6 +117,7 @@ def gathered_steps(
                     losses.append(repr(float(micro_step(batch(10 * step + index), index))))
                 if check:
                     health = weight_statistics(check)
+            norms.append(float(engine.get_global_grad_norm()))
             spoil(None)
             assert skip_decision.is_skipped(step + 1) == is_bad
             engine.eval()
@@ -119,6 +128,7 @@ def gathered_steps(
     return {
         "losses": losses,
         "evaluations": evaluations,
+        "norms": norms,
         "state": digests(engine, how),
         "sent": sent,
         "health": health,

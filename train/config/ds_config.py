@@ -193,7 +193,7 @@ def resolve_ds_config(
     config.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     config.setdefault("wall_clock_breakdown", False)
     if arguments.optim == "muon" and config["zero_optimization"]["stage"] == 3:
-        config["zero_optimization"]["reduce_scatter"] = False  # see scatter_gradients_with_muon
+        config["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed refuses true
     if offloads_optimizer(config):  # torch's AdamW runs on the CPU, so DeepSpeed's need not be compiled
         config["zero_force_ds_cpu_optimizer"] = False
     problems += [

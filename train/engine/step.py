@@ -43,7 +43,6 @@ from train.engine.zero import (
     pack_states,
     release_module,
     scatter_gradients,
-    scatter_gradients_with_muon,
     skip_non_finite_steps,
     undo_initial_step,
 )
@@ -72,7 +71,6 @@ def build_engine(model: Any, arguments: TrainingArguments, ds_config: dict[str, 
         undo_initial_step(engine)
         drop_skipped_gradients(engine)
         scatter_gradients(engine)
-        scatter_gradients_with_muon(engine)
         communicate_in_place(engine)
         if arguments.precision.optimizer_states != "fp32":
             pack_states(engine, arguments.precision.moment_type)

@@ -262,7 +262,7 @@ def pack_states(engine: Any, moments: str) -> None:
 
 # ---------------------------------------------------------------- a step
 
-UNFINISHED_REDUCTIONS = 4  # when the host continues after a backward pass
+UNFINISHED_REDUCTIONS = 4  # buckets that may be unfinished when the host continues after a backward pass
 COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -322,16 +322,6 @@ def matrix_parts(engine: Any) -> list[MatrixPart]:
     return parts
 
 
-def scatter_gradients_with_muon(engine: Any) -> None:
-    """Make ZeRO 3 reduce-scatter gradients also with Muon.
-
-    DeepSpeed refuses reduce_scatter with Muon, because its own Muon needs whole gradients. `resolve_ds_config`
-    therefore turns reduce_scatter off. DeepSpeed's own Muon runs only if its configuration selects Muon, so never here.
-    """
-    if getattr(engine.optimizer, "use_muon", False):
-        engine.optimizer.reduce_scatter = True
-
-
 def gather_together(
     parameters: list[Any], parts: list[torch.Tensor], gathered: list[torch.Tensor]
 ) -> MultipleAllGatherHandles:
@@ -360,8 +350,8 @@ def communicate_in_place(engine: Any) -> None:
     """Make ZeRO 3 gather weights and reduce gradients without copies. Call this on a new engine.
 
     DeepSpeed copies gathered weights out of a buffer and gradients into buffers, and divides the gradients in a
-    separate pass. The gradients of about `reduce_bucket_size` elements are still reduced in one call. If the number of
-    ranks is not a power of two, DeepSpeed's function reduces gradients. `contiguous_gradients` has no effect.
+    separate pass. Here, gradients are averaged in their own memory, still about `reduce_bucket_size` elements in one
+    call. `contiguous_gradients` and `reduce_scatter` have no effect. With one rank, nothing changes.
     """
     optimizer, ranks = engine.optimizer, dist.get_world_size()
     if engine.zero_optimization_stage() != 3 or ranks == 1:
@@ -379,46 +369,67 @@ def communicate_in_place(engine: Any) -> None:
     for parameter in engine.module.parameters():
         parameter.all_gather_coalesced = gather
 
-    average_by_deepspeed = optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads
     # NCCL multiplies by 1 / ranks, rounded to the data type, which is exact only for powers of two
-    is_exact = ranks & (ranks - 1) == 0
+    mean_is_exact = ranks & (ranks - 1) == 0
 
-    def average(parameters: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
-        if not is_exact or any(parameter.grad.numel() % ranks for parameter in parameters):
-            return average_by_deepspeed(parameters, dtype)
-        gradients = [parameter.grad.to(dtype).view(-1) for parameter in parameters]
+    def reduce_scatter_mean(parameters: list[Any], dtype: torch.dtype) -> list[torch.Tensor]:
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad.is_cuda:  # another stream allocated it, and DeepSpeed frees it
+                parameter.grad.record_stream(torch.cuda.current_stream())
+            gradient = parameter.grad.to(dtype).view(-1)
+            padding = -gradient.numel() % ranks
+            gradients.append(nn.functional.pad(gradient, (0, padding)) if padding else gradient)
+        if not mean_is_exact:
+            torch._foreach_div_(gradients, ranks)
+        operation = dist.ReduceOp.AVG if mean_is_exact else dist.ReduceOp.SUM
         group = parameters[0].ds_process_group
         parts = [gradient.chunk(ranks)[dist.get_rank(group)] for gradient in gradients]
         with dist._coalescing_manager(group):
             for part, gradient in zip(parts, gradients, strict=True):
-                dist.reduce_scatter_tensor(part, gradient, op=dist.ReduceOp.AVG, group=group)
+                dist.reduce_scatter_tensor(part, gradient, op=operation, group=group)
         return [part.to(optimizer.gradient_accumulation_dtype) for part in parts]
 
-    optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = average
+    optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = reduce_scatter_mean
     optimizer.contiguous_gradients = False
     for bucket in optimizer.ipg_buckets.values():
         bucket.buffer = None
-    if optimizer.reduce_and_partition_stream is not None and not optimizer.offload_optimizer:
-        wait_on_gpu(optimizer)
-    # the host waits when more gathers or reductions than this are unfinished
+    # The host waits when more bucket reductions, or gathers of parameters, than this are unfinished.
     optimizer.max_param_reduce_events = 8
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     coordinator._PartitionedParameterCoordinator__max_ongoing_fetch_events = 8
+    if torch.cuda.is_available():
+        order_streams(optimizer)
 
 
-def wait_on_gpu(optimizer: Any) -> None:
-    """Let the host enqueue the next micro-batch while ZeRO 3 reduces the last gradients of a backward pass.
+def order_streams(optimizer: Any) -> None:
+    """Make the streams of ZeRO 3 wait for each other where DeepSpeed's host waits, or where nothing waits.
 
-    DeepSpeed's host waits for these reductions, and the GPU is then idle until the next kernels arrive.
+    - Gathers wait for changes of the weights: optimizer steps and loaded checkpoints. DeepSpeed orders them only if it
+      keeps some parameters on all ranks (`stage3_param_persistence_threshold`).
+    - After a backward pass, the compute stream waits for the reductions. DeepSpeed's host waits instead, and the GPU is
+      then idle until the next kernels arrive. At most UNFINISHED_REDUCTIONS buckets stay unfinished, because each keeps
+      its gradients in memory.
     """
+    gathers = optimizer.parameter_offload._DeepSpeedZeRoOffload__allgather_stream
     reductions, events = optimizer.reduce_and_partition_stream, optimizer.param_reduce_events
 
+    def wait_after(change: Callable[..., None]) -> Callable[..., None]:
+        def change_weights(*arguments: Any) -> None:
+            change(*arguments)
+            gathers.wait_stream(torch.cuda.current_stream())
+
+        return change_weights
+
     def synchronize() -> None:
-        while len(events) > UNFINISHED_REDUCTIONS:  # each one keeps the gradients of a bucket
+        while len(events) > UNFINISHED_REDUCTIONS:
             events.popleft().synchronize()
         torch.cuda.current_stream().wait_stream(reductions)
 
-    reductions.synchronize = synchronize
+    optimizer._post_step = wait_after(optimizer._post_step)
+    optimizer.checkpoint_event_epilogue = wait_after(optimizer.checkpoint_event_epilogue)
+    if not optimizer.offload_optimizer:  # it copies gradients to host memory
+        reductions.synchronize = synchronize
 
 
 def muon_matrices(engine: Any) -> list[nn.Parameter]:
