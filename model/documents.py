@@ -18,6 +18,15 @@ from torch import Tensor
 FEWEST_PIECES = 32
 
 
+def copy_to(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to `device` without waiting for the GPU.
+
+    From memory that is not pinned, the copy would wait for all earlier kernels of the stream.
+    """
+    is_pageable = tensor.device.type == "cpu" and torch.device(device).type == "cuda"
+    return (tensor.contiguous().pin_memory() if is_pageable else tensor).to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Documents:
     """Document boundaries in one batch of B rows with T tokens each, divided into P pieces.
@@ -77,9 +86,7 @@ class Documents:
         return Documents(self.positions, torch.cat([self.cu_seqlens, self.cu_seqlens[-1:].expand(missing)]))
 
     def to(self, device: Any) -> Documents:
-        return Documents(
-            self.positions.to(device, non_blocking=True), self.cu_seqlens.to(device, non_blocking=True)
-        )
+        return Documents(copy_to(self.positions, device), copy_to(self.cu_seqlens, device))
 
     def clone(self) -> Documents:
         return Documents(self.positions.clone(), self.cu_seqlens.clone())

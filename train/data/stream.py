@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from model.documents import Documents
+from model.documents import Documents, copy_to
 from train.data.format import DataError, unigram_loss, verify_shard
 from train.data.order import Drawn, Mixture, Weights, permutation_key, permute, spread
 from train.data.source import TokenSource, open_sources
@@ -48,11 +48,7 @@ class Batch(NamedTuple):
     def to(self, device: Any) -> "Batch":
         """Copy the batch to `device` asynchronously."""
         documents = None if self.documents is None else self.documents.to(device)
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.labels.to(device, non_blocking=True),
-            documents,
-        )
+        return Batch(copy_to(self.input_ids, device), copy_to(self.labels, device), documents)
 
     def labelled(self) -> torch.Tensor:
         """Return the fraction of tokens that have a label, as a float32 scalar, without synchronizing the GPU."""

@@ -388,7 +388,9 @@ def communicate_in_place(engine: Any) -> None:
         with dist._coalescing_manager(group):
             for part, gradient in zip(parts, gradients, strict=True):
                 dist.reduce_scatter_tensor(part, gradient, op=operation, group=group)
-        return [part.to(optimizer.gradient_accumulation_dtype) for part in parts]
+        # DeepSpeed converts the parts to this type, and then adds them to float32 sums. The sums stay the same.
+        optimizer.gradient_accumulation_dtype = dtype
+        return parts
 
     optimizer._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads = reduce_scatter_mean
     optimizer.contiguous_gradients = False
