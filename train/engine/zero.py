@@ -388,7 +388,8 @@ def communicate_in_place(engine: Any) -> None:
         with dist._coalescing_manager(group):
             for part, gradient in zip(parts, gradients, strict=True):
                 dist.reduce_scatter_tensor(part, gradient, op=operation, group=group)
-        # DeepSpeed converts the parts to this type, and then adds them to float32 sums. The sums stay the same.
+        # DeepSpeed converts gradients to this type before it adds them to the float32 sums, which takes another pass
+        # over the gradients and does not change the sums.
         optimizer.gradient_accumulation_dtype = dtype
         return parts
 
