@@ -388,8 +388,8 @@ def communicate_in_place(engine: Any) -> None:
         with dist._coalescing_manager(group):
             for part, gradient in zip(parts, gradients, strict=True):
                 dist.reduce_scatter_tensor(part, gradient, op=operation, group=group)
-        # DeepSpeed converts gradients to this type before it adds them to the float32 sums, which takes another pass
-        # over the gradients and does not change the sums.
+        # By default, DeepSpeed converts gradients to float32 in a separate pass before it adds them to the float32
+        # sums. With their own type, nothing is converted, and the sums are the same.
         optimizer.gradient_accumulation_dtype = dtype
         return parts
 
