@@ -3,7 +3,7 @@
 "normal" draws every matrix, embeddings included, from normal(0, initializer_range), as transformers does. The embedding
 is then much smaller than the outputs of the layers. The residual stream hardly depends on the token, and rounding
 errors grow with depth and width. With "scaled", the embedding dominates the residual stream at first, at every size of
-a model. The model learns faster, and FP8 gradients are as accurate as with trained weights (docs/validation.md).
+a model. FP8 gradients are as accurate as with trained weights (docs/validation.md).
 """
 
 from __future__ import annotations

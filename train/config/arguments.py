@@ -110,7 +110,8 @@ class ModelArguments:
         'Standard deviations of random initial weights. "normal" uses initializer_range for all matrices, as '
         'the transformers library does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if tied) and 1 / '
         "sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
-        'down_proj. With "scaled", the model learns faster and FP8 gradients are more accurate than with "normal".',
+        'down_proj. For untied models, FP8 gradients are more accurate with "scaled" than with "normal", and short '
+        "runs reached a lower loss.",
         "scaled",
         resume="free",
     )
@@ -177,8 +178,8 @@ class LrScales:
     """The "lr_scales" section of the training configuration."""
 
     embedding: float = _lr_scale(
-        "Factor for the learning rate of the embedding. With model.initialization scaled, factors of 30 to 450 "
-        "lowered the loss of short runs. Keep 1 if the embedding is tied to lm_head."
+        "Factor for the learning rate of the embedding. With model.initialization scaled, factors of 10 to 1000 "
+        "lowered the loss of short runs of mistral_106m. Keep 1 if the embedding is tied to lm_head."
     )
     lm_head: float = _lr_scale("Factor for the learning rate of lm_head, if it is not tied to the embedding.")
     norms: float = _lr_scale("Factor for the learning rate of the norm weights.")
