@@ -38,6 +38,7 @@ PARTS = {
     "data": "`data`: the training data",
     "precision": "`precision`: bf16 or FP8, and its recipe",
     "speed": "`speed`: fused kernels and CUDA graphs",
+    "lr_scales": "`lr_scales`: factors for the learning rates of parts of the model",
 }
 # Short names for the `resume` rule of a key (model/keys.py).
 RESUME_LABELS = {"free": "", "allowed": "; flag", "structural": "; no"}

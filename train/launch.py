@@ -147,8 +147,10 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
         return INTERRUPTED, None
     if set(failed.values()) == {STOPPED}:
         return STOPPED, None
-    # The first killed rank is the cause. Other ranks fail because they lose their connection to it.
-    cause = min(failed, key=lambda index: (failed[index] >= 0, failed[index] == STOPPED))
+    # The first killed rank is the cause, or the first rank with an error of the user. Other ranks fail because they lose
+    # their connection to it.
+    order = {DO_NOT_RESTART: 1, STOPPED: 3}
+    cause = min(failed, key=lambda index: 0 if failed[index] < 0 else order.get(failed[index], 2))
     status = failed[cause] if failed[cause] >= 0 else 128 - failed[cause]
     # the signal killed the rank before its signal handler was installed, so no step was done
     if stop_requested and status - 128 in SIGNALS:
@@ -326,6 +328,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("script", help="Python script that each rank runs, such as train/train.py")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
+    if not options.script.endswith(".py"):
+        parser.error(f"{options.script} is not a Python script; to train, pass train/train.py before the configuration")
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
         parser.error(
             "multi-node runs require --master_addr and --master_port; pass the same values on every node"
@@ -546,7 +550,7 @@ class Supervisor:
         """Generate sample text. A failure does not change the exit status, because the training is complete."""
         compute = self.arguments.precision.compute
         how = "--max_new_tokens 96 --temperature 0.8 --top_k 50 --seed 1 --ignore_eos --precision".split()
-        asked = ["--model", str(self.folder.path), "--prompt", setting("DEMO_PROMPT", "def __init__(self, ")]
+        asked = ["--model", str(self.folder.path), "--prompt", setting("DEMO_PROMPT", "def __init__(self,")]
         demo = python("fp8_inference_demo/fp8_inference.py", *asked)
         logger.info(f"\ndemo: {shlex.join(['python', os.path.relpath(demo[1]), *asked])}")
         status = self.children.run_program([*demo, *how, compute if compute in ("fp32", "fp8") else "bf16"])

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -339,6 +339,7 @@ def describe_run(run: Run, state: RunState) -> None:
     args, config, stream, most = run.args, run.config, run.train, run.args.max_steps
     tokens_per_step = args.train_batch_size_tokens or 0
     total = state.consumed_tokens + (most - state.step) * tokens_per_step
+    scales = ", ".join(f"{key} {scale:g}" for key, scale in asdict(args.lr_scales).items() if scale != 1)
     log_lines(
         f"output folder: {run.folder.path.resolve()} (settings in train_config.json, messages in train.log)",
         f"hardware: {state.world_size} ranks, {headline(*describe())}",
@@ -346,7 +347,7 @@ def describe_run(run: Run, state: RunState) -> None:
         f"parameters, {flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token",
         f"data: {stream.describe()}",
         f"training: steps {state.step + 1:,} to {most:,} with {tokens_per_step:,} tokens each, {args.optim} with a "
-        f"learning rate of up to {args.learning_rate:g}; {total:,} tokens in total, "
+        f"learning rate of up to {args.learning_rate:g}{scales and f' (lr_scales: {scales})'}; {total:,} tokens in total, "
         f"{total / stream.num_tokens:.2f} times the training data",
     )
 

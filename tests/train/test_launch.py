@@ -77,6 +77,7 @@ def test_should_restart(
         ({1: 1, 0: -9}, False, False, 137, 0),
         ({1: 75, 0: 1}, True, False, 1, 0),
         ({1: 1, 0: 3}, False, False, 1, 1),
+        ({0: 1, 1: 2}, False, False, 2, 1),
         ({0: 2}, False, False, 2, None),
         ({1: 2}, False, False, 2, 1),
         ({1: -15}, True, False, 75, None),
@@ -89,7 +90,7 @@ def test_should_restart(
 def test_cause_of_several_failed_ranks(
     failed: dict[int, int], stop_requested: bool, interrupted: bool, status: int, cause: int | None
 ) -> None:
-    """In the order in which they ended: who was killed is the cause, who lost its connection to it comes first."""
+    """In the order in which they ended: who was killed or refused the run is the cause, who lost its connection comes first."""
     assert exit_status(failed, stop_requested, interrupted) == (status, cause)
 
 

@@ -216,18 +216,21 @@ def open_inputs(args: TrainingArguments) -> Inputs:
 
     Raises:
         ModelConfigError: The model configuration is invalid.
-        ConfigurationError: The model has no lm_head of its own, but lr_scales has a factor for it.
+        ConfigurationError: The embedding is tied to lm_head, but lr_scales has a factor for one of them.
         DataError: A data folder cannot be opened, or the folders are incompatible with each other.
     """
     data, length = args.data, args.max_seq_length
     train = open_sources(data.sources, "train", length)
     held_out = open_held_out(train, data.sources, data.eval_sources or {}, length)
     config = load_config(args.model.config)
-    if config.tie_word_embeddings and args.lr_scales.lm_head != 1:
-        raise ConfigurationError(
-            "lr_scales.lm_head: lm_head is tied to the embedding of this model; use lr_scales.embedding instead",
-            key="lr_scales.lm_head",
-        )
+    if config.tie_word_embeddings:
+        for key in ("embedding", "lm_head"):
+            if (value := getattr(args.lr_scales, key)) != 1:
+                raise ConfigurationError(
+                    f"lr_scales.{key} {value}: the embedding and lm_head of this model are one tied matrix, which has "
+                    f"no factor; set lr_scales.{key} to 1",
+                    key=f"lr_scales.{key}",
+                )
     return Inputs(config, train, held_out)
 
 
@@ -475,8 +478,8 @@ def problems_across_keys(args: TrainingArguments) -> list[str]:
         (
             args.lr_scales.embedding != 1 and args.model.init_from is not None,
             "lr_scales.embedding model.init_from",
-            "the factor is meant for the initial weights of a new model, and damages a trained embedding; remove "
-            "lr_scales.embedding",
+            "the factor is meant for the initial weights of a new model, and damages a trained embedding; set "
+            "lr_scales.embedding to 1",
         ),
         (
             args.keep_every_steps % args.save_steps if args.save_steps else args.keep_every_steps,

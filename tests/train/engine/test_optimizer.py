@@ -106,13 +106,14 @@ def test_learning_rate_factors(settings: dict, tmp_path: Path, optim: str) -> No
     assert not torch.equal(plain[name], old)
 
 
-def test_factor_of_a_tied_head_is_refused(settings: dict, tmp_path: Path) -> None:
-    """The head has no learning rate of its own."""
+@pytest.mark.parametrize("key", ["embedding", "lm_head"])
+def test_factor_of_a_tied_matrix_is_refused(settings: dict, tmp_path: Path, key: str) -> None:
+    """The learning rate of the embedding would be far too large for lm_head."""
     values = json.loads(Path(settings["model"]["config"]).read_text())
     (tmp_path / "tied.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
     settings |= {"model": {"config": str(tmp_path / "tied.json")}}
-    with refused(ConfigurationError, key="lr_scales.lm_head"):
-        run(settings, lr_scales={"lm_head": 2.0})
+    with refused(ConfigurationError, key=f"lr_scales.{key}"):
+        run(settings, lr_scales={key: 2.0})
 
 
 def test_optimizer_arguments():
