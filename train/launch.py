@@ -329,7 +329,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     options = parser.parse_args(argv)
     if not options.script.endswith(".py"):
-        parser.error(f"{options.script} is not a Python script; to train, pass train/train.py before the configuration")
+        parser.error(
+            f"{options.script} is not a Python script; to train, pass train/train.py before the configuration"
+        )
     if options.nnodes > 1 and not (options.master_addr and options.master_port):
         parser.error(
             "multi-node runs require --master_addr and --master_port; pass the same values on every node"

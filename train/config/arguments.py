@@ -181,7 +181,9 @@ class LrScales:
         "Factor for the learning rate of the embedding. With model.initialization scaled, factors of 10 to 1000 "
         "lowered the loss of short runs of mistral_106m. Must be 1 if the embedding is tied to lm_head."
     )
-    lm_head: float = _lr_scale("Factor for the learning rate of lm_head. Must be 1 if lm_head is tied to the embedding.")
+    lm_head: float = _lr_scale(
+        "Factor for the learning rate of lm_head. Must be 1 if lm_head is tied to the embedding."
+    )
     norms: float = _lr_scale("Factor for the learning rate of the norm weights.")
     output_projections: float = _lr_scale("Factor for the learning rate of o_proj and down_proj.")
 
