@@ -347,8 +347,8 @@ def describe_run(run: Run, state: RunState) -> None:
         f"parameters, {flops_per_token(config, args.max_seq_length) / 1e9:.3f} GFLOP per token",
         f"data: {stream.describe()}",
         f"training: steps {state.step + 1:,} to {most:,} with {tokens_per_step:,} tokens each, {args.optim} with a "
-        f"learning rate of up to {args.learning_rate:g}{scales and f' (lr_scales: {scales})'}; {total:,} tokens in total, "
-        f"{total / stream.num_tokens:.2f} times the training data",
+        f"learning rate of up to {args.learning_rate:g}{scales and f' (lr_scales: {scales})'}; {total:,} tokens in "
+        f"total, {total / stream.num_tokens:.2f} times the training data",
     )
 
 

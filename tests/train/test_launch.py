@@ -90,7 +90,7 @@ def test_should_restart(
 def test_cause_of_several_failed_ranks(
     failed: dict[int, int], stop_requested: bool, interrupted: bool, status: int, cause: int | None
 ) -> None:
-    """In the order in which they ended: who was killed or refused the run is the cause, who lost its connection comes first."""
+    """In the order in which they ended. A rank that was killed, or that refused the run, is the cause."""
     assert exit_status(failed, stop_requested, interrupted) == (status, cause)
 
 
