@@ -147,8 +147,8 @@ def exit_status(failed: dict[int, int], stop_requested: bool, interrupted: bool)
         return INTERRUPTED, None
     if set(failed.values()) == {STOPPED}:
         return STOPPED, None
-    # The cause is the first killed rank, or else the first rank with an error that a restart cannot fix. Other ranks fail
-    # because they lose their connection to it.
+    # The cause is the first killed rank, or else the first rank with an error that a restart cannot fix. Other ranks
+    # fail because they lose their connection to it.
     order = {DO_NOT_RESTART: 1, STOPPED: 3}
     cause = min(failed, key=lambda index: 0 if failed[index] < 0 else order.get(failed[index], 2))
     status = failed[cause] if failed[cause] >= 0 else 128 - failed[cause]
