@@ -17,7 +17,8 @@ a run is then --work_dir/NAME_seedN. The report contains the mean of the differe
 its 95 % interval, according to the t distribution.
 
 To continue after an interruption, run the same command again. Unfinished runs resume, and finished runs are not trained
-again. --work_dir keeps the last checkpoint of each run.
+again. --work_dir keeps the last checkpoint of each run. To combine runs of several machines, copy the files
+metrics.jsonl and train_config.json of each run to --work_dir/NAME.
 
 Differences are given in percent of the evaluation loss of the --baseline. "last tenth" is the mean difference between
 the training losses in the last tenth of the steps, with its standard error. FILE.png shows the evaluation loss by
@@ -179,7 +180,8 @@ def is_finished(folder: Path, config: TrainingArguments) -> bool:
     if not run_folder.metrics.exists() or not run_folder.train_config.exists():
         return False
     saved = json.loads(run_folder.train_config.read_text(encoding="utf-8"))
-    return agrees(saved, config.to_dict()) and config.max_steps in by_step(read_records(folder), "eval_loss")
+    expected = config.to_dict() | {"output_dir": None}  # the folder may have been moved
+    return agrees(saved, expected) and config.max_steps in by_step(read_records(folder), "eval_loss")
 
 
 def agrees(saved: Any, expected: Any) -> bool:

@@ -187,10 +187,13 @@ def test_seeds(config: Path, tmp_path: Path) -> None:
     found = report["differences"][1]
     assert found["percent"] == pytest.approx(percents) and len({*percents}) == 3
     assert found["half_width"] > abs(found["mean_percent"]), "no case for the tolerance"
-    checkpoints = work / "delayed_seed5/checkpoints"
-    shutil.rmtree(checkpoints)
-    assert program(config, work, *words, "5") == 0
-    assert not checkpoints.exists(), "a finished run is not trained again"
+    moved = tmp_path / "moved"
+    for name in ("bf16_seed5", "delayed_seed5"):
+        (moved / name).mkdir(parents=True)
+        for file in ("metrics.jsonl", "train_config.json"):
+            shutil.copy(work / name / file, moved / name)
+    assert program(config, moved, *words, "5") == 0
+    assert not (moved / "delayed_seed5/checkpoints").exists(), "a finished run is not trained again"
 
 
 @pytest.mark.parametrize(
