@@ -227,8 +227,8 @@ def open_inputs(args: TrainingArguments) -> Inputs:
         for key in ("embedding", "lm_head"):
             if (value := getattr(args.lr_scales, key)) != 1:
                 raise ConfigurationError(
-                    f"lr_scales.{key} {value}: the embedding of this model is tied to lm_head, and has no factor; set "
-                    f"lr_scales.{key} to 1",
+                    f"lr_scales.{key} {value}: the embedding and lm_head of this model share one matrix, which cannot "
+                    f"have a factor; set lr_scales.{key} to 1",
                     key=f"lr_scales.{key}",
                 )
     return Inputs(config, train, held_out)
