@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -423,11 +424,23 @@ def calibrate_scales(
 
 
 def bf16_gradients(args: TrainingArguments, config: MistralConfig, *micro_batch: Any) -> Gradients:
-    """Return the gradients of a newly initialized bf16 model (see `decoder_gradients`), in CPU memory."""
+    """Return the gradients of a newly initialized bf16 model (see `decoder_gradients`), in CPU memory.
+
+    Each gradient is moved to CPU memory as soon as it is computed, because the GPU also holds the model to be trained.
+    """
     section = PrecisionConfig(compute="bf16", backend=args.precision.backend)
     in_bf16 = replace(args, precision=section, gradient_checkpointing=True)
     model = build_configured_model(in_bf16, copy.deepcopy(config), Precision(in_bf16.precision))
-    gradients = {name: g.cpu() for name, g in decoder_gradients(model, *micro_batch).items()}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def move(name: str, parameter: nn.Parameter) -> None:
+        gradients[name] = parameter.grad.cpu()
+        parameter.grad = None
+
+    for name, parameter in model.model.layers.named_parameters():
+        if parameter.dim() == 2:
+            parameter.register_post_accumulate_grad_hook(partial(move, name))
+    decoder_gradients(model, *micro_batch)
     del model
     free_memory()
     if torch.cuda.is_available():
