@@ -227,8 +227,6 @@ def test_times_to_a_loss_equal_results(name: str) -> None:
         if seconds and times[0]:
             figures = rf"\b{seconds / 60:.1f}\b.*\b{times[0] / seconds:.2f}\b"
         loss = rf"\b{result['eval_loss']:.4f}\b"
-        if name == "time_to_loss_hare_1.1b":
-            assert re.search(rf"^\|.*{figures}", text_of(ROOT / "README.md"), re.M), figures
         assert re.search(rf"^\|.*{loss}.*{figures}", text_of(ROOT / "docs/validation.md"), re.M), figures
 
 
@@ -239,6 +237,21 @@ def test_times_to_a_higher_loss_equal_results() -> None:
         assert seconds and times[0]
         row = rf"^\|.*\b{result['eval_loss']:.4f}\b.*\b{times[0] / seconds:.2f}\b\**( \||$)"
         assert re.search(row, text_of(ROOT / "docs/validation.md"), re.M), row
+
+
+def test_readme_losses_equal_results() -> None:
+    page = text_of(ROOT / "README.md")
+    results = ROOT / "test_fp8/results"
+    differences = json.loads(text_of(results / "seeds_106m.json"))["differences"][1]["percent"]
+    assert ", ".join(f"{percent:+.2f} %" for percent in differences) in page
+    runs = json.loads(text_of(results / "initial_weights.json"))["results"]
+    final = {
+        (r["model"], f"{r['eval_loss']:.3f}") for r in runs if r["eval_loss"] and r["steps"] in (191, 1000)
+    }
+    for model, name in (("mistral_106m", "`mistral_106m`, 262M"), ("hare_1.1b", "HARE 1.1B, 50M")):
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name} tokens"))
+        losses = re.findall(r"\d\.\d{3}", line)
+        assert len(losses) == 5 and {(model, loss) for loss in losses} <= final
 
 
 def test_fastest_configuration_is_the_measured_one() -> None:
