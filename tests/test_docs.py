@@ -243,13 +243,13 @@ def test_readme_losses_equal_results() -> None:
     page = text_of(ROOT / "README.md")
     results = ROOT / "test_fp8/results"
     differences = json.loads(text_of(results / "seeds_106m.json"))["differences"][1]["percent"]
-    assert ", ".join(f"{percent:+.2f} %" for percent in differences) in page
+    assert " and ".join(f"{percent:+.2f} %" for percent in differences) in page
     runs = json.loads(text_of(results / "initial_weights.json"))["results"]
     final = {
         (r["model"], f"{r['eval_loss']:.3f}") for r in runs if r["eval_loss"] and r["steps"] in (191, 1000)
     }
-    for model, name in (("mistral_106m", "`mistral_106m`, 262M"), ("hare_1.1b", "HARE 1.1B, 50M")):
-        line = next(line for line in page.splitlines() if line.startswith(f"| {name} tokens"))
+    for model, name in (("mistral_106m", "`mistral_106m` | 262M | 1"), ("hare_1.1b", "HARE 1.1B | 50M")):
+        line = next(line for line in page.splitlines() if line.startswith(f"| {name}"))
         losses = re.findall(r"\d\.\d{3}", line)
         assert len(losses) == 5 and {(model, loss) for loss in losses} <= final
 
