@@ -248,6 +248,14 @@ def test_second_interrupt_ends_the_run(no_exit: None) -> None:
             signal.raise_signal(signal.SIGINT)
 
 
+def test_second_request_does_not_end_a_stopping_rank(no_exit: None) -> None:
+    with signals.defer_stop():
+        signal.raise_signal(signal.SIGUSR1)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(signals.Interrupted):
+        signal.raise_signal(signal.SIGINT)
+
+
 def test_torchrun_forwards_interrupts(no_exit: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with signals.defer_stop():

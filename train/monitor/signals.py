@@ -7,7 +7,8 @@ torchrun exits with 1 whatever its processes return. For such launchers, `stoppe
 stop.
 
 Outside of training, such as during the calibration of FP8 scales, there is no step to finish. Each signal then ends the
-rank immediately: Ctrl-C with status INTERRUPTED, other signals with status STOPPED.
+rank immediately: Ctrl-C with status INTERRUPTED, other signals with status STOPPED. After a first signal during
+training, further signals except Ctrl-C have no effect: the other ranks still need this rank until all have stopped.
 
 On Ctrl-C, the terminal sends SIGINT to the ranks and to the launcher. Each process counts its own signals. The launcher
 does not forward SIGINT, because the ranks would count it as a second Ctrl-C. A second Ctrl-C terminates a rank
@@ -88,10 +89,14 @@ def defer_stop() -> Iterator[None]:
 def _record(number: int, frame: FrameType | None) -> None:
     """Handle a stop signal by recording it. A second Ctrl-C terminates the rank immediately.
 
+    Outside of training, a signal is ignored if a stop was requested before, unless it is a Ctrl-C.
+
     Raises:
         Interrupted: The signal arrived outside of training.
     """
     name = signal.Signals(number).name
+    if received and not _is_training and name != "SIGINT":
+        return
     # torchrun sends each SIGINT to its ranks a second time
     is_passed_on = "TORCHELASTIC_RUN_ID" in os.environ
     if not received and (name != "SIGINT" or rank_env.rank() == 0):  # every rank receives a Ctrl-C
