@@ -440,7 +440,7 @@ def bf16_gradients(args: TrainingArguments, config: MistralConfig, *micro_batch:
     for name, parameter in model.model.layers.named_parameters():
         if parameter.dim() == 2:
             parameter.register_post_accumulate_grad_hook(partial(move, name))
-    decoder_gradients(model, *micro_batch)
+    decoder_gradients(model, *micro_batch)  # the hooks take the gradients
     del model
     free_memory()
     if torch.cuda.is_available():
