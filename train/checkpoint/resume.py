@@ -266,18 +266,19 @@ def allowed_changes(
             code="past_max_steps",
             key="max_steps",
         )
-    refused = [c for c in found if c.never]
-    wrong = refused or [c for c in found if not (allow is True or c.key in (allow or ()))]
+    never = [c for c in found if c.never]
+    wrong = [c for c in found if c.never or not (allow is True or c.key in (allow or ()))]
     if not wrong:
         return found
-    keys = ",".join(dict.fromkeys(change.key for change in found))
-    allowed = f"To resume with these changes, pass --{ALLOW_KEY} {keys} (true allows all). "
     lines = "\n  ".join(map(str, wrong))
+    keys = ",".join(dict.fromkeys(c.key for c in found if not c.never))
+    which = "the other" if never else "these"
+    hint = f"To resume with {which} changes, pass --{ALLOW_KEY} {keys} (true allows all). " if keys else ""
     raise CheckpointError(
-        f"{path} was written with a different configuration:\n  {lines}\n{'' if refused else allowed}Restore the old "
-        "values, choose another output_dir, or pass --resume_from_checkpoint never",
-        code="cannot_change" if refused else "change_not_allowed",
-        key=(refused or found)[0].key,
+        f"{path} was written with a different configuration:\n  {lines}\n{hint}Restore the old values, choose another "
+        "output_dir, or pass --resume_from_checkpoint never",
+        code="cannot_change" if never else "change_not_allowed",
+        key=(never or found)[0].key,
     )
 
 

@@ -183,6 +183,16 @@ def test_other_model_sizes_raise(size: str, values: tuple[Any, Any]) -> None:
     assert f"model configuration.{size}: {before} -> {after}" in str(error.value)
 
 
+def test_refusal_lists_all_changes() -> None:
+    values = {"max_steps": 99, "learning_rate": 1e-5}
+    with refused(CheckpointError, code="cannot_change", key="model.config") as error:
+        old, new = state_of({}), state_of(values)
+        old.model_config["hidden_size"] = 32
+        resumed(new, old, ["max_steps"])
+    assert keys_of(error) == ["max_steps", "learning_rate"]
+    assert "learning_rate: " in str(error.value) and "max_steps: " not in str(error.value)
+
+
 def test_other_weight_type_raises() -> None:
     with refused(CheckpointError, code="cannot_change", key="precision.compute"):
         resumed(state_of({"precision.compute": "fp32"}), state_of({}))
