@@ -79,7 +79,7 @@ T_95 = dict(zip(range(2, 11), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365,
 TRAINING_KEYS = "max_steps train_batch_size_tokens max_seq_length learning_rate warmup_steps seed".split()
 
 OPTIONS = [
-    option("config", "train_config_convergence", "Training configuration.", nargs="?", metavar="CONFIG"),
+    option("config", "train_config_evidence", "Training configuration.", nargs="?", metavar="CONFIG"),
     option(
         "--rows",
         ["bf16", *RECIPES],
