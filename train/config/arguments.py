@@ -111,7 +111,7 @@ class ModelArguments:
         'the transformers library does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if tied) and 1 / '
         "sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
         'down_proj. For untied models, FP8 gradients are more accurate with "scaled" than with "normal", and short '
-        "runs reached a lower loss.",
+        "runs of mistral_106m and hare_1.1b reached a lower loss (a run of hare_2.0b a higher loss).",
         "scaled",
         resume="free",
     )

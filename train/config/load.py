@@ -608,7 +608,7 @@ def resolve_arguments(arguments: TrainingArguments, world_size: int) -> Training
         valid = " or ".join(str(size) for size in (below, below + micro_tokens) if size)
         raise ConfigurationError(
             f"train_batch_size_tokens: {given} is not divisible by {sizes}; use the nearest valid size, "
-            f"{valid}",
+            f"{valid}, or fewer ranks",
             code="batch_not_divisible",
             key="train_batch_size_tokens",
         )
