@@ -388,23 +388,25 @@ def calibrate_scales(
     """
     if not precision.fp8 or precision.torchao:
         return None
-    if checkpoint is not None:
-        if fits_fp8_state(read_state(checkpoint), precision):
-            return None
-        if precision.has_state:  # the scales depend on the weights
-            model.load_state_dict(read_weights(checkpoint))
+    if checkpoint is not None and fits_fp8_state(read_state(checkpoint), precision):
+        return None
+    compares = checkpoint is None and args.model.init_from is None and dist.get_rank() == 0
+    passes = precision.config.calibration_passes if precision.has_state else int(compares)
+    if not passes:
+        return None
+    if checkpoint is not None:  # the scales depend on the weights
+        model.load_state_dict(read_weights(checkpoint))
     size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps or 1
     samples = size * accumulation * dist.get_world_size()
     first = next_position(state.consumed_samples, samples, state.skipped_samples) + dist.get_rank() * size
     ids, labels, documents = run.train.batch(first, size).to(precision.device)
     exact: Gradients = {}
-    if checkpoint is None and args.model.init_from is None and dist.get_rank() == 0:
+    if compares:
         exact = bf16_gradients(args, run.config, ids, labels, accumulation, documents)
     gradients = calibrate(model, precision, ids, labels, accumulation, documents)
-    if precision.has_state and gradients:
-        passes = precision.config.calibration_passes
+    if precision.has_state:
         logger.info(f"delayed scaling: initial scales computed in {passes} passes over the first micro-batch")
-    if not (exact and gradients):
+    if not compares:
         return None
     error = relative_error(gradients, exact)
     found = f"the first FP8 gradients of the decoder layers differ from the bf16 gradients by {error:.1%}"

@@ -41,6 +41,7 @@ from train.checkpoint.files import (
 )
 from train.checkpoint.load import choose_checkpoint, move_later_checkpoints
 from train.checkpoint.resume import resume_option, resume_state
+from train.checkpoint.save import Ranks
 from train.config.arguments import ConfigurationError, TrainingArguments
 from train.config.ds_config import resolve_ds_config
 from train.config.load import Inputs, open_inputs, resolve_arguments
@@ -134,11 +135,11 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
         )
         # describe_start is collective, so rank 0 has created the folder
         open_log_file(folder.log if is_main else folder.logs / f"rank-{dist.get_rank():03d}.log")
-        stop_vote = StopVote()
+        votes = StopVote(), Ranks()  # one process group each
     try:
         with contextlib.closing(metrics), record:
             with defer_stop():
-                checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
+                checkpoint = Trainer(run, phase, state, metrics, *votes).fit()
             while state.step < args.max_steps:
                 number, change_began = phase.number, time.monotonic()
                 release(phase.engine)
@@ -146,7 +147,7 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
                 phase = build_next_phase(run, state, checkpoint)
                 record.add_phase(describe_change(args, state, phase, number, time.monotonic() - change_began))
                 with defer_stop():
-                    checkpoint = Trainer(run, phase, state, metrics, stop_vote).fit()
+                    checkpoint = Trainer(run, phase, state, metrics, *votes).fit()
             record.part = "export"
             with Watchdog(args.hang_timeout_s, folder.hang) as watchdog:
                 watchdog.phase(f"waiting for rank 0 to export {checkpoint}")

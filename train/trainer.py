@@ -32,7 +32,7 @@ from model.fp8.state import fp8_state, snapshot_fp8_state
 from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.load import roll_back
 from train.checkpoint.resume import resume_option
-from train.checkpoint.save import SaveError, Saver
+from train.checkpoint.save import Ranks, SaveError, Saver
 from train.config.schedule import phase_at
 from train.data.order import next_position
 from train.data.stream import NO_LABEL, MicroBatches, SampleStream, held_out_batches
@@ -83,9 +83,18 @@ class Trainer:
         state: The run state, which the Trainer updates in place.
         metrics: Logger for the metrics of the whole run.
         stop_vote: Vote by which all ranks agree on whether to stop.
+        save_ranks: Collective operations for saves.
     """
 
-    def __init__(self, run: Run, phase: Phase, state: RunState, metrics: MetricsLogger, stop_vote: StopVote):
+    def __init__(
+        self,
+        run: Run,
+        phase: Phase,
+        state: RunState,
+        metrics: MetricsLogger,
+        stop_vote: StopVote,
+        save_ranks: Ranks,
+    ):
         args = run.args
         self.run, self.args, self.phase, self.state = run, args, phase, state
         self.model, self.precision, self.engine = phase.model, phase.precision, phase.engine
@@ -101,6 +110,7 @@ class Trainer:
             self.engine,
             run.folder.checkpoints,
             self.precision,
+            save_ranks,
             args.save_total_limit,
             args.keep_every_steps,
         )
@@ -217,6 +227,8 @@ class Trainer:
         for group in engine.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("lr_scale", 1.0)  # see parameter_groups
         first_sample = next_position(state.consumed_samples, self.samples, state.skipped_samples)
+        if skipped_samples := first_sample - state.consumed_samples:
+            logger.info(f"step {state.step + 1} skips {skipped_samples} samples because of a rollback")
         loss_sum, share_sum = torch.zeros(2, device=engine.device)
         self.skip_decision.keep_fp8_state()
         # GEMMs in torchao's compiled layers cannot be counted. The startup check has verified these layers.

@@ -27,11 +27,9 @@ from model.checks import pushed
 from model.checks.quantize_hooks import Source, intercept_quantizations, quantizer_slots
 from model.fp8.modules import fp8_modules, gemm_modules, matrices
 from model.fp8.precision import Precision
-from model.fp8.recipes import RECIPES
+from model.fp8.recipes import OPERANDS, RECIPES
 from model.te_reference.quantize import FP8_MAX, dequantize
 
-OPERANDS = ("input", "weight", "gradient")
-STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
 # The last GEMM of an MLP. Its input is the output of SwiGLU, where outliers of FP8 runs grow (arXiv 2409.12517).
 DOWN_PROJECTIONS = ("down_proj", "fc2")
 

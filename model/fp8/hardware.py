@@ -56,7 +56,6 @@ ARCHITECTURES: dict[Capability, Architecture] = {
         unreliable={"block": "https://github.com/NVIDIA/TransformerEngine/issues/2382"},
     ),
 }
-RECIPES_OF_TABLE = ("delayed", "current", "block", "mxfp8", "nvfp4")
 
 
 def architecture(capability: Capability) -> Architecture:
@@ -102,7 +101,7 @@ def fp8_gpu_problem(gpu: str, capability: Capability, recipe: str | None = None)
             f"FP8 needs a GPU of compute capability 8.9 or higher (Ada, Hopper, Blackwell), but {gpu} has "
             f"{capability[0]}.{capability[1]}; set precision.compute to bf16 (fp8_inference.py: --precision bf16)"
         )
-    if recipe in RECIPES_OF_TABLE and recipe not in found.recipes:
+    if recipe in BLACKWELL_RECIPES and recipe not in found.recipes:
         return (
             f"precision.recipe {recipe} does not run on {gpu} (compute capability {capability[0]}.{capability[1]}); "
             f"choose {' or '.join(found.recipes)}, or set precision.compute to bf16"

@@ -66,6 +66,10 @@ RECIPES = {
     )
 }
 
+# An FP8 health check measures these statistics of each operand of a GEMM (model/checks/health.py).
+OPERANDS = ("input", "weight", "gradient")
+STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
+
 # Runs of earlier versions have these values. Recipes that do not read the key accept them in addition to the default.
 FORMER_DEFAULTS = {"health_steps": (0,), "fp8_head_gradients": (False, True), "amax_history_len": (1024,)}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from model.checks.startup import StartupCheckError
 from model.fp8.precision import PrecisionError
@@ -93,6 +94,19 @@ def test_watchdog_during_phase_change(settings: dict, monkeypatch: pytest.Monkey
     schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
     run(settings, max_steps=2, precision={"schedule": schedule})
     assert watched == [1, 1] and "watchdog" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_phases_share_process_groups(settings: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group holds threads and file descriptors until the process ends: one for votes, and one for saves."""
+    made, new_group = list[str](), dist.new_group
+    monkeypatch.setattr(
+        dist,
+        "new_group",
+        lambda *its, **options: made.append(options["backend"]) or new_group(*its, **options),
+    )
+    schedule = [{"until_step": 1, **PRECISIONS["bf16"]}, PRECISIONS["current"]]
+    run(settings, max_steps=2, precision={"schedule": schedule})
+    assert made == ["gloo", "gloo"]
 
 
 THREE = [{"until_tokens": 512, "compute": "bf16"}, {"until_step": 4}, {"recipe": "current"}]

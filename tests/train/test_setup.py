@@ -74,10 +74,17 @@ def test_calibration_uses_the_first_batch_of_the_rank(
     row = SimpleNamespace(to=lambda device: (row, row, None))
     stream: Any = SimpleNamespace(batch=lambda *its: asked.append(its) or row)
     monkeypatch.setattr(phase, "calibrate", lambda *its: asked.append(its[-2:]) or {})
-    precision: Any = SimpleNamespace(device="cpu", fp8=True, torchao=False, has_state=True)
+    config = SimpleNamespace(calibration_passes=2)
+    precision: Any = SimpleNamespace(device="cpu", fp8=True, torchao=False, has_state=True, config=config)
     run: Any = SimpleNamespace(train=stream)
     phase.calibrate_scales(run, arguments(), nn.Identity(), precision, state_of(), None)
     assert asked == [(26, 2), (3, None)]
+    precision.has_state = False  # this rank has nothing to calibrate or to compare
+    phase.calibrate_scales(run, arguments(), nn.Identity(), precision, state_of(), None)
+    precision.has_state, config.calibration_passes = True, 0
+    rank[0] = 0
+    assert phase.calibrate_scales(run, arguments(), nn.Identity(), precision, state_of(), None) is None
+    assert len(asked) == 2
 
 
 def test_start_records_only_its_changes(tmp_path: Path) -> None:

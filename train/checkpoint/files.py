@@ -74,7 +74,7 @@ class RunState:
     precision: dict[str, Any] = field(default_factory=dict)
     # modules that precision.on_trouble moved to a safer recipe, oldest first: step, module, from, to, ...
     escalations: list[dict[str, Any]] = field(default_factory=list)
-    # steps after which the precision changed; only written by earlier versions
+    # steps after which the precision changed; recorded only by earlier versions
     precision_changes: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
         The values in the order of `keys`, or [] if the file does not exist.
 
     Raises:
-        CheckpointError: if the file is damaged.
+        CheckpointError: if the file is damaged, or has another format.
     """
     try:
         text = file.read_text()
@@ -200,6 +200,13 @@ def read_signed(file: Path, *keys: str) -> list[Any]:
         del content["sha256"]
         if text != _signed(content):
             raise ValueError("the sha256 field does not match the content")
+        if content["schema"] != SCHEMA:
+            raise CheckpointError(
+                f"{file} has the format {content['schema']}, but this version of the code reads only {SCHEMA}. Use the "
+                "version that wrote the checkpoint",
+                code="other_format",
+                key=str(file),
+            )
         return [content[key] for key in keys]
     except FileNotFoundError:
         return []
@@ -311,11 +318,15 @@ def discard_old(path: Path, keep: int, keep_every: int = 0) -> None:
 
     `excess_checkpoints` explains the arguments `keep` and `keep_every`.
     """
-    paths = [p for p in committed(path.parent) if parse_step(p) <= parse_step(path)]
+    paths: list[Path] = []
+    try:  # no error affects the new checkpoint
+        paths = [p for p in committed(path.parent) if parse_step(p) <= parse_step(path)]
+    except OSError as error:
+        logger.warning(f"old checkpoints could not be listed: {error}. The next save removes them")
     for old in excess_checkpoints(paths, keep, keep_every):
         try:
             remove(old)
-        except OSError as error:  # the new checkpoint is not affected
+        except OSError as error:
             logger.warning(
                 f"the old checkpoint {old} could not be removed: {error}. The next save tries again"
             )

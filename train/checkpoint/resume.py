@@ -278,7 +278,7 @@ def allowed_changes(
         f"{path} was written with a different configuration:\n  {lines}\n{hint}Restore the old values, choose another "
         "output_dir, or pass --resume_from_checkpoint never",
         code="cannot_change" if never else "change_not_allowed",
-        key=(never or found)[0].key,
+        key=(never or wrong)[0].key,
     )
 
 

@@ -111,13 +111,15 @@ class Saver:
 
     Args:
         root: folder that contains the checkpoints.
+        ranks: the same object for all savers of a run, because it holds a process group.
         keep, keep_every: the checkpoints to keep after a save (`excess_checkpoints`).
     """
 
-    def __init__(self, engine: Any, root: Path, precision: Precision, keep: int, keep_every: int = 0):
+    def __init__(
+        self, engine: Any, root: Path, precision: Precision, ranks: Ranks, keep: int, keep_every: int = 0
+    ):
         self.engine, self.root, self.precision = engine, root, precision
-        self.keep, self.keep_every = keep, keep_every
-        self.ranks = Ranks()
+        self.ranks, self.keep, self.keep_every = ranks, keep, keep_every
         self._buffers: dict[str, HostBuffer] = {}  # by file name
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
@@ -162,7 +164,7 @@ class Saver:
         if background:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # wait for the copies
-            # not a daemon thread, so the process completes the save before it exits
+            # not a daemon thread, so Python completes the save before the process exits normally
             self._thread = threading.Thread(target=job.run, name="save")
             self._thread.start()
         else:

@@ -7,8 +7,8 @@
     zero          private attributes of DeepSpeed; lists what to check before an update
     weight_gather  ZeRO 3 gathers FP8 weights in 8 bits
 
-This package may import model, train.data, train.config and train.files. train/checkpoint/reshard.py reads DeepSpeed's
-checkpoint files.
+This package may import model, train.data, train.config, train.files and train.rank_env. train/checkpoint/reshard.py
+reads DeepSpeed's checkpoint files.
 """
 
 from model.fp8.machine import drop_log_messages

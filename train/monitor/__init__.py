@@ -7,6 +7,6 @@
     replicas     the weights differ between ranks
     fp8_alarms   FP8 is too inaccurate for an operand of a GEMM
 
-train/trainer.py calls the monitors at fixed points of each step. This package may import model, train.engine and its
-dependencies, but not train.checkpoint.
+train/trainer.py calls the monitors at fixed points of each step. This package may import model, train.record,
+train.engine and its dependencies, but not train.checkpoint.
 """

@@ -14,13 +14,13 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from model.fp8.recipes import OPERANDS, STATISTICS
+
 if TYPE_CHECKING:
     from model.checks.health import HealthCheck
 
 FP8_HEALTH = "fp8_health"
 DIGITS = 4  # significant digits of a recorded value
-STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
-OPERANDS = ("input", "weight", "gradient")
 # Limits of the alarms by statistic and operand. The limits for gradients are higher: most elements of a gradient are
 # far below the largest element and contribute little, and with few tokens, a single clamped value may cause a large
 # error. At a range of 4, the largest value is clamped to a quarter. Rounding alone causes an error of 0.026 for e4m3,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from model.fp8.recipes import OPERANDS, STATISTICS
 from train.files import open_figure
-from train.record.fp8_health import FP8_HEALTH, LIMITS, OPERANDS, STATISTICS, values
+from train.record.fp8_health import FP8_HEALTH, LIMITS, values
 from train.record.history import EVALUATION, SET_LOSS, History, smoothed
 
 MARKS = {"stopped": ("tab:red", ":"), "resumed": ("gray", "--"), "rolled back": ("tab:purple", "-.")}

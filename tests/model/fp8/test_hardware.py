@@ -12,7 +12,7 @@ import torch
 from model.fp8 import te_backend
 from model.fp8.hardware import (
     ARCHITECTURES,
-    RECIPES_OF_TABLE,
+    BLACKWELL_RECIPES,
     emulates_block_scaling,
     fp8_gpu_problem,
     recipe_warning,
@@ -103,7 +103,7 @@ def test_head_gradients_follow_the_gpu_unless_they_are_configured(gpu: Capabilit
 @every_gpu
 def test_recipe_reported_not_to_converge_warns(capability: Capability) -> None:
     """Block scaling on compute capability 12; not the default recipe."""
-    warned = {recipe for recipe in RECIPES_OF_TABLE if recipe_warning(capability, recipe)}
+    warned = {recipe for recipe in BLACKWELL_RECIPES if recipe_warning(capability, recipe)}
     assert warned == ({"block"} if capability[0] == 12 else set())
     assert PrecisionConfig().recipe not in warned
 
@@ -112,7 +112,7 @@ def test_recipe_reported_not_to_converge_warns(capability: Capability) -> None:
 def test_the_log_names_recipes_and_what_is_off(gpu: Capability) -> None:
     line = te_backend.describe_gpu()
     assert f"{gpu[0]}.{gpu[1]}" in line and "NVIDIA X" in line
-    assert all((recipe in line) == (recipe in CASES[gpu]) for recipe in RECIPES_OF_TABLE)
+    assert all((recipe in line) == (recipe in CASES[gpu]) for recipe in BLACKWELL_RECIPES)
     assert ("bf16" in line) == (not CASES[gpu])
     assert ("not tested" in line) == (bool(CASES[gpu]) and gpu[0] != 9)
     assert ("fp8_head_gradients" in line) == (gpu in ((8, 9), (12, 0))) and ("fused_swiglu" in line) == (
@@ -128,5 +128,5 @@ def test_the_table_is_in_the_documentation() -> None:
         untested = " (not tested)" if found.recipes != found.measured else ""
         gpu = f"{found.name} {capability[0]}.{capability[1]}: {found.gpus}"
         rows.append([gpu, recipes + untested, ", ".join(found.disabled) or "-"])
-        assert [r for r in RECIPES_OF_TABLE if not fp8_gpu_problem("", capability, r)] == list(found.recipes)
+        assert [r for r in BLACKWELL_RECIPES if not fp8_gpu_problem("", capability, r)] == list(found.recipes)
     assert table(("GPU", "FP8 recipes", "disabled"), rows) in page

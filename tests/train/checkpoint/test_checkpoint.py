@@ -199,7 +199,7 @@ def test_manifest_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(save, "capture_checkpoint", capture)
     monkeypatch.setattr(save, "rank_state", lambda module, precision: {"torch_rng": torch.get_rng_state()})
     nothing: Any = SimpleNamespace(module=None)
-    saver = Saver(nothing, tmp_path / "checkpoints", nothing, 1)
+    saver = Saver(nothing, tmp_path / "checkpoints", nothing, Ranks(), 1)
     monkeypatch.setattr(os, "fsync", sync)
     saver.begin(RunState(3, 24, 0, 1, 1, {}, {}), background=False)
     job = saver.finish()
@@ -242,6 +242,18 @@ def test_save_total_limit(tmp_path: Path) -> None:
     ):
         discard_old(tmp_path / checkpoint_name(5), keep, keep_every)
         assert steps(tmp_path) == expected
+
+
+def test_unreadable_folder_after_a_save_only_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new checkpoint is complete, and the next save removes the old ones."""
+    for step in (1, 2, 3):
+        make(tmp_path, step)
+    with monkeypatch.context() as patch, log_messages() as log:
+        patch.setattr(checkpoint_files.os, "listdir", fault(errno.ESTALE))
+        discard_old(tmp_path / checkpoint_name(2), keep=1)
+    assert len(log) == 1 and log[0].startswith("warning: ")
+    discard_old(tmp_path / checkpoint_name(3), keep=1)
+    assert steps(tmp_path) == [3]
 
 
 def test_interrupted_removal_leaves_no_valid_checkpoint(
@@ -349,6 +361,14 @@ def test_invalid_run_state_raises(tmp_path: Path) -> None:
         file.write_text(content)
         with refused(CheckpointError, code="damaged", key=str(file)):
             read_state(file.parent)
+
+
+def test_other_format_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "SCHEMA", 3)
+        path = make(tmp_path, 3)
+    with refused(CheckpointError, code="other_format", key=str(path / MANIFEST)):
+        read_manifest(path)
 
 
 USUAL: dict[str, Any] = {"recipe": "delayed", "backend": "reference"}

@@ -191,6 +191,8 @@ def test_refusal_lists_all_changes() -> None:
         resumed(new, old, ["max_steps"])
     assert keys_of(error) == ["max_steps", "learning_rate"]
     assert "learning_rate: " in str(error.value) and "max_steps: " not in str(error.value)
+    with refused(CheckpointError, code="change_not_allowed", key="learning_rate"):
+        resumed(state_of(values), state_of({}), ["max_steps"])
 
 
 def test_other_weight_type_raises() -> None:

@@ -12,7 +12,7 @@ from model.fp8.recipes import FULL_STATES
 from tests.train.runs import curve, run
 from train.checkpoint.files import RunState, checkpoint_name
 from train.checkpoint.load import load_checkpoint
-from train.checkpoint.save import Saver
+from train.checkpoint.save import Ranks, Saver
 from train.config.ds_config import resolve_ds_config
 from train.config.load import build_arguments, resolve_arguments
 from train.data.stream import Batch
@@ -139,7 +139,7 @@ class Trained:
         return self
 
     def saved(self, folder: Path) -> Path:
-        saver = Saver(self.engine, folder, self.precision, 0)
+        saver = Saver(self.engine, folder, self.precision, Ranks(), 0)
         stage = self.engine.zero_optimization_stage()
         saver.begin(RunState(3, 12, 12, 1, stage, self.args.to_dict(), {}), background=True)
         saver.finish()

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from model.checks.health import OPERANDS, STATISTICS, TOTALS, measure
+from model.checks.health import TOTALS, measure
 from model.checks.quantize_hooks import Source
+from model.fp8.recipes import OPERANDS, STATISTICS
 from tests.train.record.test_plots import make_run
 from tests.train.runs import PRECISIONS, curve, metrics, run, tensors
 from train import plot
