@@ -22,7 +22,7 @@ from model.config import head_dim, rope_frequencies
 # Up to this number of rows, activations keep the precision of bf16. This costs almost no time, because reading the
 # weights takes longer than the computation. With more rows, weights and activations are FP8.
 FEW_ROWS = 16
-# Maximum number of prompt tokens per prefill. This limits the memory for activations.
+# Maximum number of prompt tokens per prefill of several prompts. This limits the memory for activations.
 PREFILL_TOKENS = 32768
 
 

@@ -13,7 +13,7 @@ checkpoint.
 
 DATA is one or more folders written by prepare_data.py, or any input that prepare_data.py can read. Prepared folders
 are evaluated on their whole eval split. To compute the same eval_loss as in the training log, pass the run's
-max_eval_samples (default: 256) as --max_samples. Without a terminal, the progress is logged every 30 s.
+max_eval_samples (default: 256) as --max_samples.
 
 A checkpoint is evaluated in its own precision and model variant unless --precision is given. --precision fp8 uses
 current scaling for a model that was not trained in FP8. The evaluation counts the FP8 GEMMs and fails if none run.

@@ -45,10 +45,13 @@ from train.checkpoint.files import (
 )
 from train.command import command
 from train.data.encoder import (
+    HARD_STRINGS,
     TOKENIZER_FILES,
     TextEncoder,
     chat_template_problem,
+    compare_ids,
     load_exported,
+    pin_tokenizer_class,
 )
 from train.files import to_json_text, unused_backup_path
 from train.record.history import EVALUATION, HistoryError, read_history
@@ -88,8 +91,8 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
 
     Raises:
         CheckpointError: `out` is a link, or it exists and was not written by an export.
-        DataError: `tokenizer` contains no tokenizer, or transformers loads the tokenizer with token ids outside the
-            model's vocabulary or with different BOS or EOS ids.
+        DataError: `tokenizer` contains no tokenizer, or transformers encodes text with the exported tokenizer to other
+            ids, has ids outside the model's vocabulary, or has different BOS or EOS ids.
         PrecisionError: The weights cannot be stored in FP8.
         OSError: `out` cannot be written. It is unchanged.
     """
@@ -106,6 +109,10 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
         for name in TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, new / name)
+        if (new / "tokenizer.json").is_file():
+            pin_tokenizer_class(new)
+        encoder = TextEncoder(tokenizer)
+        compare_ids(encoder, load_exported(new, encoder, state.model_config["vocab_size"]), HARD_STRINGS)
         write_card(new, out, path, state.train_config, state.step, state.consumed_tokens)
         with contextlib.suppress(OSError):  # some file systems refuse chmod, for example CIFS
             for file in new.iterdir():  # safetensors makes its files readable only by the owner
@@ -179,11 +186,7 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
     Returns:
         Notes about the chat template for the user.
 
-    Raises:
-        DataError: transformers loads the tokenizer with token ids outside the model's vocabulary or with different BOS
-            or EOS ids.
     """
-    load_exported(encoder.folder, encoder, config.vocab_size)
     if encoder.sha256 in state.tokenizers:
         for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):
             configured = getattr(config, key)

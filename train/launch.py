@@ -461,8 +461,13 @@ class Supervisor:
         folders = [Path(f) for f in self.arguments.data.sources.values() if Path(f).name == EMBEDDED_CORPUS]
         # data preparation writes this file last
         corpus = next((folder for folder in folders if not (folder / "manifest.json").is_file()), None)
-        if corpus is None or self.options.node_rank:
+        if corpus is None:
             return 0
+        if self.options.node_rank:
+            logger.error(
+                f"error: node 0 prepares {corpus}. Repeat this command when {corpus}/manifest.json exists"
+            )
+            return 2
         logger.info(
             f"data: preparing the built-in corpus (source code of the Python standard library) in {corpus}"
         )

@@ -28,6 +28,17 @@ TOKENIZER_FILES = (
 
 
 # Advice for error messages if the ids in the transformers library differ from those in sentencepiece or tokenizers.
+# Texts that tokenizers often encode differently.
+HARD_STRINGS = (
+    "", " ", "  ", "\n", "\t", "a  b   c    d", " leading", "   leading", "trailing ", "trailing   ",
+    "line\nline\n\n\nline\r\nline", "\tindent\n\t\tindent\n    \tmixed", "def f(x):\n        return x  # two  spaces\n",
+    "1234567890 3.14159 2**31", "éèüß ñ ø ł", "日本語の文章。中文 한국어", "שלום مرحبا हिन्दी",
+    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 end",
+    "rare \U00010348 \U0001f9ff \ue000 \x07 \x7f", "e\u0301 combining",
+    "\ufeffbom \u200b zero \u00a0 nbsp \u3000 wide",
+    "</s>", "<s>", "<unk>", "a</s>b <s> c<unk>d", "</s></s>", "<0x0A> <0x41>",
+    "under_score \u2581 \u2581\u2581x", "x" * 300,
+)  # fmt: skip
 AGREE = (
     "Copy the folder, and in the copy remove either tokenizer.model or tokenizer.json, whichever is wrong, or correct "
     "tokenizer_config.json. If the folder has only a tokenizer.model, add a tokenizer.json with the same ids"
@@ -263,6 +274,16 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
                 key=str(encoder.folder),
             )
     return exported
+
+
+def pin_tokenizer_class(folder: Path) -> None:
+    """Make transformers load the tokenizer.json in `folder` unchanged, by its entry in tokenizer_config.json.
+
+    transformers 5 otherwise chooses a class by the model type, such as Qwen2Tokenizer, that replaces the normalizer and
+    the pre-tokenizer of tokenizer.json, and then encodes some texts to different ids.
+    """
+    config = _tokenizer_config(folder) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:

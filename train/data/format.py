@@ -181,9 +181,10 @@ def is_foreign_manifest(path: Path) -> bool:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return content["schema"] > SCHEMA or "dtype" not in content
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):  # missing, or only partly written
         return False
+    schema = content.get("schema") if isinstance(content, dict) else None
+    return not isinstance(schema, int) or schema > SCHEMA or "dtype" not in content
 
 
 def check_sizes(folder: str | Path, shard: Shard) -> None:

@@ -250,10 +250,11 @@ def check_same_tokenizer(one: TokenSource, other: TokenSource) -> None:
     Raises:
         DataError: if the tokenizers differ.
     """
-    if one.manifest.tokenizer_sha256 != other.manifest.tokenizer_sha256:
+    ids = [(m.tokenizer_sha256, m.bos_id, m.eos_id) for m in (one.manifest, other.manifest)]
+    if ids[0] != ids[1]:
         raise DataError(
             f"data sources {one.name!r} ({one.folder}) and {other.name!r} ({other.folder}) were prepared with "
-            "different tokenizers; prepare both with the same tokenizer",
+            "different tokenizers, or with different BOS or EOS tokens; prepare both with the same tokenizer",
             code="different_tokenizers",
         )
 

@@ -19,6 +19,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
+from model.errors import UserError
 from train.checkpoint.files import RUN_STATE, identity, read_state, trained_tokenizer
 from train.evaluation.models import BATCH_SIZE, EvaluationError, find_model
 from train.export import export
@@ -79,7 +80,10 @@ def run_tasks(args: argparse.Namespace) -> dict[str, Any]:
         )
     print(make_table(found), flush=True)
     if is_in_run:
-        add_to_metrics(run, path, found["results"])
+        try:
+            add_to_metrics(run, path, found["results"])
+        except (UserError, OSError) as error:  # for example, the run was restarted meanwhile
+            logger.warning(f"the results were not added to {run.metrics}: {error}")
     kept = ("results", "groups", "configs", "versions", "n-shot", "n-samples")
     return {"model": str(path), **{key: found[key] for key in kept if key in found}}
 

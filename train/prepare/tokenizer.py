@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from model.keys import folder_problem
 from train.data.encoder import (
+    HARD_STRINGS,
     SPACE,
     TOKENIZER_FILES,
     TextEncoder,
@@ -30,6 +31,7 @@ from train.data.encoder import (
     compare_ids,
     has_chat_template,
     load_exported,
+    pin_tokenizer_class,
 )
 from train.data.format import DataError
 from train.prepare.corpus import Source, list_sources, read_share
@@ -47,16 +49,6 @@ NUM_THREADS = 16
 SAMPLE_TEXTS, SAMPLE_LENGTH, SAMPLE_PLACES = 200, 2_000, 40
 # sentencepiece uses these characters as markers and skips sentences that contain them.
 RESERVED = re.compile("[\x00\t\u2585]")
-HARD_STRINGS = (
-    "", " ", "  ", "\n", "\t", "a  b   c    d", " leading", "   leading", "trailing ", "trailing   ",
-    "line\nline\n\n\nline\r\nline", "\tindent\n\t\tindent\n    \tmixed", "def f(x):\n        return x  # two  spaces\n",
-    "1234567890 3.14159 2**31", "éèüß ñ ø ł", "日本語の文章。中文 한국어", "שלום مرحبا हिन्दी",
-    "emoji 😀👩‍👩‍👧‍👦🏳️‍🌈 end",
-    "rare \U00010348 \U0001f9ff \ue000 \x07 \x7f", "e\u0301 combining",
-    "\ufeffbom \u200b zero \u00a0 nbsp \u3000 wide",
-    "</s>", "<s>", "<unk>", "a</s>b <s> c<unk>d", "</s></s>", "<0x0A> <0x41>",
-    "under_score \u2581 \u2581\u2581x", "x" * 300,
-)  # fmt: skip
 
 
 def sample_texts(
@@ -235,13 +227,15 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
     """Copy the tokenizer files to `folder`, and write a tokenizer.json if there is only a tokenizer.model.
 
     Without a tokenizer.json, the transformers library would convert tokenizer.model, and the converted tokenizer would
-    not add a space before each text. Entries in tokenizer_config.json that do not affect ids are kept. Special tokens
-    in text are encoded as text, unless the tokenizer has a chat template.
+    not add a space before each text. Entries in tokenizer_config.json that do not affect ids are kept, and
+    `pin_tokenizer_class` sets its tokenizer_class. If tokenizer.json is written, special tokens in text are encoded as
+    text, unless the tokenizer has a chat template.
     """
     folder.mkdir(exist_ok=True)
     for name in encoder.files:
         shutil.copyfile(encoder.folder / name, folder / name)
     if "tokenizer.json" in encoder.files:
+        pin_tokenizer_class(folder)
         return
     path = folder / "tokenizer_config.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -266,7 +260,7 @@ def check_tokenizer(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, Any
     """
     import transformers
 
-    # transformers chooses the tokenizer class from these entries, which an exported model also has
+    # transformers reads these entries of an exported model, too
     config = {"model_type": "mistral", "transformers_version": transformers.__version__}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

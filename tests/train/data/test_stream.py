@@ -190,6 +190,12 @@ def test_different_tokenizer_raises(tmp_path, own_shards):
     (other / "tokenizer/tokenizer.model").write_bytes(b"other")
     path, digest = other / "manifest.json", hashlib.sha256(b"other").hexdigest()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_sha256": digest}))
+    ends = shutil.copytree(own_shards, tmp_path / "ends")  # the same tokenizer.model, and another EOS
+    (ends / "manifest.json").write_text(
+        json.dumps(json.loads((ends / "manifest.json").read_text()) | {"eos_id": 0})
+    )
+    with refused(DataError, code="different_tokenizers"):
+        open_stream({"a": own_shards, "b": ends}, None, T, seed=1)
     with refused(DataError, code="different_tokenizers"):
         open_stream({"a": own_shards, "b": own_shards, "c": other}, None, T, seed=1)
     with refused(DataError, code="different_tokenizers"):

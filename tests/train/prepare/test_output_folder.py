@@ -33,10 +33,11 @@ def test_existing_data_is_kept_without_overwrite(tmp_path, prepare, corpus, repo
 
 
 @pytest.mark.parametrize(
-    "manifest", ['{"schema": 2, "step": 10, "files": []}', '{"schema": 2, "shards": []}']
+    "manifest",
+    ['{"schema": 2, "step": 10, "files": []}', '{"schema": 2, "shards": []}', '{"name": "mine"}', "[1]"],
 )
 def test_foreign_manifest_is_not_overwritten(tmp_path, prepare, corpus, reported, manifest):
-    """A checkpoint, which is none without its manifest, and the data of a newer version."""
+    """A checkpoint, which is none without its manifest, the data of a newer version, and files of other programs."""
     out = tmp_path / "step-00000010"
     out.mkdir()
     (out / "manifest.json").write_text(manifest)

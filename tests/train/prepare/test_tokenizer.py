@@ -13,15 +13,15 @@ import sentencepiece
 import tokenizers
 from transformers import AutoTokenizer
 
+from model.config import MODEL_TYPES
 from tests.conftest import numbers, refused
 from tests.fixtures import corpus_texts, write_jsonl
 from tests.train.prepare.megatron_datasets import contents
-from train.data.encoder import TextEncoder
+from train.data.encoder import HARD_STRINGS, TextEncoder, compare_ids, load_exported
 from train.data.format import DataError
 from train.prepare.corpus import list_sources
 from train.prepare.readers import Text
 from train.prepare.tokenizer import (
-    HARD_STRINGS,
     check_tokenizer,
     copy_tokenizer,
     sample_sources,
@@ -146,6 +146,20 @@ def test_other_tokenizers_are_accepted(tmp_path, kind):
     fast = AutoTokenizer.from_pretrained(tmp_path / "copy")
     assert fast(texts, add_special_tokens=False)["input_ids"] == encoder.encode_batch(texts)
     assert fast.bos_token_id == encoder.bos_id
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_copy_gives_every_model_type_the_same_ids(tmp_path, model_type):
+    """transformers has a tokenizer class for each of them, which may change what tokenizer.json does."""
+    folder, copy = TAKEN["converted"](tmp_path), tmp_path / "copy"
+    config = folder / "tokenizer_config.json"
+    for named in ({}, {"tokenizer_class": "LlamaTokenizer"}):
+        others = {k: v for k, v in json.loads(config.read_text()).items() if k != "tokenizer_class"}
+        config.write_text(json.dumps(others | named))
+        encoder = TextEncoder(folder)
+        copy_tokenizer(encoder, copy)
+        (copy / "config.json").write_text(json.dumps({"model_type": model_type}))
+        compare_ids(encoder, load_exported(copy, encoder, encoder.vocab_size), HARD_STRINGS)
 
 
 def test_lost_text_and_unknown_tokens_are_counted(tmp_path):
