@@ -50,8 +50,8 @@ from train.data.encoder import (
     TextEncoder,
     chat_template_problem,
     compare_ids,
+    copy_tokenizer_files,
     load_exported,
-    pin_tokenizer_class,
 )
 from train.files import to_json_text, unused_backup_path
 from train.record.history import EVALUATION, HistoryError, read_history
@@ -98,20 +98,15 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     """
     if problem := export_folder_problem(out):
         raise CheckpointError(f"{problem}. Choose another folder", code="not_exportable", key=str(out))
-    state = read_state(path)
+    state, encoder = read_state(path), TextEncoder(tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder:
         new = Path(folder) / out.name
         try:
-            lines = _write_model(path, new, form, tokenizer, state)
+            lines = _write_model(path, new, form, encoder, state)
         except SafetensorError as error:  # safetensors reports a full disk this way
             raise OSError(f"{out} could not be written: {error}") from error
-        for name in TOKENIZER_FILES:
-            if (tokenizer / name).is_file():
-                shutil.copyfile(tokenizer / name, new / name)
-        if (new / "tokenizer.json").is_file():
-            pin_tokenizer_class(new)
-        encoder = TextEncoder(tokenizer)
+        copy_tokenizer_files(encoder, new)
         compare_ids(encoder, load_exported(new, encoder, state.model_config["vocab_size"]), HARD_STRINGS)
         write_card(new, out, path, state.train_config, state.step, state.consumed_tokens)
         with contextlib.suppress(OSError):  # some file systems refuse chmod, for example CIFS
@@ -131,7 +126,7 @@ def export(path: Path, out: Path, tokenizer: Path, form: str = "hf") -> list[str
     return lines
 
 
-def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunState) -> list[str]:
+def _write_model(path: Path, out: Path, form: str, encoder: TextEncoder, state: RunState) -> list[str]:
     """Write config.json and the weights to the folder `out`, and return notes for the user.
 
     The weights keep their training dtype. With form "hf-fp8", the weights of the decoder layers are stored in FP8
@@ -145,7 +140,7 @@ def _write_model(path: Path, out: Path, form: str, tokenizer: Path, state: RunSt
     from train.checkpoint.load import read_hf_weights
 
     config = make_config(state.model_config)
-    lines = _set_bos_and_eos(config, TextEncoder(tokenizer), state)
+    lines = _set_bos_and_eos(config, encoder, state)
     setattr(config, TRAINED_LENGTH, state.train_config["max_seq_length"])
     dtype = DTYPES[state.precision["compute"]]
     with torch.device("meta"):

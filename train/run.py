@@ -135,11 +135,12 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
         )
         # describe_start is collective, so rank 0 has created the folder
         open_log_file(folder.log if is_main else folder.logs / f"rank-{dist.get_rank():03d}.log")
-        votes = StopVote(), Ranks()  # one process group each
+        # for the whole run, because each of them holds a process group
+        stop_vote, save_ranks = StopVote(), Ranks()
     try:
         with contextlib.closing(metrics), record:
             with defer_stop():
-                checkpoint = Trainer(run, phase, state, metrics, *votes).fit()
+                checkpoint = Trainer(run, phase, state, metrics, stop_vote, save_ranks).fit()
             while state.step < args.max_steps:
                 number, change_began = phase.number, time.monotonic()
                 release(phase.engine)
@@ -147,7 +148,7 @@ def run_training(args: TrainingArguments, inputs: Inputs) -> None:
                 phase = build_next_phase(run, state, checkpoint)
                 record.add_phase(describe_change(args, state, phase, number, time.monotonic() - change_began))
                 with defer_stop():
-                    checkpoint = Trainer(run, phase, state, metrics, *votes).fit()
+                    checkpoint = Trainer(run, phase, state, metrics, stop_vote, save_ranks).fit()
             record.part = "export"
             with Watchdog(args.hang_timeout_s, folder.hang) as watchdog:
                 watchdog.phase(f"waiting for rank 0 to export {checkpoint}")

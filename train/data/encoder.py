@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,14 +277,17 @@ def load_exported(folder: Path, encoder: TextEncoder, vocab_size: int) -> Any:
     return exported
 
 
-def pin_tokenizer_class(folder: Path) -> None:
-    """Make transformers load the tokenizer.json in `folder` unchanged, by its entry in tokenizer_config.json.
+def copy_tokenizer_files(encoder: TextEncoder, folder: Path) -> None:
+    """Copy the tokenizer files to `folder`, and set tokenizer_class so that transformers uses tokenizer.json unchanged.
 
     transformers 5 otherwise chooses a class by the model type, such as Qwen2Tokenizer, that replaces the normalizer and
     the pre-tokenizer of tokenizer.json, and then encodes some texts to different ids.
     """
-    config = _tokenizer_config(folder) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for name in encoder.files:
+        shutil.copyfile(encoder.folder / name, folder / name)
+    if "tokenizer.json" in encoder.files:
+        config = _tokenizer_config(folder) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def compare_ids(encoder: TextEncoder, exported: Any, texts: Sequence[str]) -> None:

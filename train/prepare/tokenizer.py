@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
@@ -29,9 +28,9 @@ from train.data.encoder import (
     TextEncoder,
     chat_template_problem,
     compare_ids,
+    copy_tokenizer_files,
     has_chat_template,
     load_exported,
-    pin_tokenizer_class,
 )
 from train.data.format import DataError
 from train.prepare.corpus import Source, list_sources, read_share
@@ -227,15 +226,12 @@ def copy_tokenizer(encoder: TextEncoder, folder: Path) -> None:
     """Copy the tokenizer files to `folder`, and write a tokenizer.json if there is only a tokenizer.model.
 
     Without a tokenizer.json, the transformers library would convert tokenizer.model, and the converted tokenizer would
-    not add a space before each text. Entries in tokenizer_config.json that do not affect ids are kept, and
-    `pin_tokenizer_class` sets its tokenizer_class. If tokenizer.json is written, special tokens in text are encoded as
-    text, unless the tokenizer has a chat template.
+    not add a space before each text. Entries in tokenizer_config.json that do not affect ids are kept. If
+    tokenizer.json is written, special tokens in text are encoded as text, unless the tokenizer has a chat template.
     """
     folder.mkdir(exist_ok=True)
-    for name in encoder.files:
-        shutil.copyfile(encoder.folder / name, folder / name)
+    copy_tokenizer_files(encoder, folder)
     if "tokenizer.json" in encoder.files:
-        pin_tokenizer_class(folder)
         return
     path = folder / "tokenizer_config.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
