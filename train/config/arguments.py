@@ -110,8 +110,8 @@ class ModelArguments:
         'Standard deviations of random initial weights. "normal" uses initializer_range for all matrices, as '
         'the transformers library does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if tied) and 1 / '
         "sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
-        'down_proj. For untied models, FP8 gradients are more accurate with "scaled" than with "normal", and short '
-        "runs of mistral_106m and hare_1.1b reached a lower loss (a run of hare_2.0b a higher loss).",
+        'down_proj. For untied models, FP8 gradients are more accurate with "scaled" than with "normal". With '
+        "lr_scales, short runs of five models also reached a lower loss.",
         "scaled",
         resume="free",
     )
@@ -178,13 +178,15 @@ class LrScales:
     """The "lr_scales" section of the training configuration."""
 
     embedding: float = _lr_scale(
-        "Factor for the learning rate of the embedding. With model.initialization scaled, factors of 10 to 1000 "
-        "lowered the loss of short runs of mistral_106m. Must be 1 if the embedding is tied to lm_head."
+        "Factor for the learning rate of the embedding. With model.initialization scaled, the best runs of five "
+        "models gave the embedding a learning rate of 0.1 to 0.45. Must be 1 if the embedding is tied to lm_head."
     )
     lm_head: float = _lr_scale(
         "Factor for the learning rate of lm_head. Must be 1 if lm_head is tied to the embedding."
     )
-    norms: float = _lr_scale("Factor for the learning rate of the norm weights.")
+    norms: float = _lr_scale(
+        "Factor for the learning rate of the norm weights. In these runs, this learning rate was 0.01 to 0.03."
+    )
     output_projections: float = _lr_scale("Factor for the learning rate of o_proj and down_proj.")
 
 
