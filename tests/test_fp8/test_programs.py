@@ -66,7 +66,7 @@ class LLM:
     def __init__(self, model, max_num_seqs, **options):
         config = json.load(open(model + "/config.json"))
         assert config["architectures"] == ["MistralForCausalLM"] and max_num_seqs == 2
-        self.step_s = 0.002 if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" else 0.008
+        self.step_s = 0.002 if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" else 0.03
 
     def generate(self, prompts, params, use_tqdm):
         time.sleep(params.tokens * self.step_s)
@@ -86,7 +86,7 @@ def test_decoding_with_vllm_reports_the_fastest_setting(
     found = {(r["row"], r["batch"]): r for r in report["results"] if r["row"].startswith("vllm")}
     assert list(found) == [(f"vllm {precision}", batch) for precision in ("fp8", "bf16") for batch in (1, 2)]
     for (_, batch), r in found.items():
-        assert r["ms"] < 6 and r["tokens_per_s"] == pytest.approx(batch / r["ms"] * 1000)
+        assert r["ms"] < 30 and r["tokens_per_s"] == pytest.approx(batch / r["ms"] * 1000)
         assert r["settings"]["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and r["version"] == "1.2"
 
 
