@@ -180,7 +180,6 @@ def _set_bos_and_eos(config: Any, encoder: TextEncoder, state: RunState) -> list
 
     Returns:
         Notes about the chat template for the user.
-
     """
     if encoder.sha256 in state.tokenizers:
         for key, own in (("bos_token_id", encoder.bos_id), ("eos_token_id", encoder.eos_id)):

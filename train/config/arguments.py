@@ -178,8 +178,9 @@ class LrScales:
     """The "lr_scales" section of the training configuration."""
 
     embedding: float = _lr_scale(
-        "Factor for the learning rate of the embedding. With model.initialization scaled, the best runs of five "
-        "models gave the embedding a learning rate of 0.1 to 0.45. Must be 1 if the embedding is tied to lm_head."
+        "Factor for the learning rate of the embedding. With model.initialization scaled, the best short runs "
+        "of five models gave the embedding a learning rate of 0.1 to 0.45. Must be 1 if the embedding is tied to "
+        "lm_head."
     )
     lm_head: float = _lr_scale(
         "Factor for the learning rate of lm_head. Must be 1 if lm_head is tied to the embedding."
