@@ -246,10 +246,14 @@ def test_readme_losses_equal_results() -> None:
     assert " and ".join(f"{percent:+.2f} %" for percent in differences) in page
     runs = json.loads(text_of(results / "initial_weights.json"))["results"]
     final = {
-        (r["model"], f"{r['eval_loss']:.3f}") for r in runs if r["eval_loss"] and r["steps"] in (191, 1000)
+        (r["model"], f"{r['eval_loss']:.3f}")
+        for r in runs
+        if r["eval_loss"] and r["steps"] in (191, 1000, 1910)
     }
     lines = [line for line in page.splitlines() if line.startswith("|") and re.search(r"\d\.\d{3}", line)]
-    for model, line in zip(("mistral_106m", "hare_1.1b"), lines, strict=True):
+    assert lines
+    for line in lines:
+        model = "mistral_106m" if "mistral_106m" in line else "hare_1.1b"
         assert {(model, loss) for loss in re.findall(r"\d\.\d{3}", line)} <= final
 
 
