@@ -245,16 +245,11 @@ def test_readme_losses_equal_results() -> None:
     differences = json.loads(text_of(results / "seeds_106m.json"))["differences"][1]["percent"]
     assert " and ".join(f"{percent:+.2f} %" for percent in differences) in page
     runs = json.loads(text_of(results / "initial_weights.json"))["results"]
-    final = {
-        (r["model"], f"{r['eval_loss']:.3f}")
-        for r in runs
-        if r["eval_loss"] and r["steps"] in (191, 1000, 1910)
-    }
+    final = {(r["model"], r["steps"], f"{r['eval_loss']:.3f}") for r in runs if r["eval_loss"]}
     lines = [line for line in page.splitlines() if line.startswith("|") and re.search(r"\d\.\d{3}", line)]
-    assert lines
-    for line in lines:
-        model = "mistral_106m" if "mistral_106m" in line else "hare_1.1b"
-        assert {(model, loss) for loss in re.findall(r"\d\.\d{3}", line)} <= final
+    measured = (("mistral_106m", 1000), ("mistral_106m", 1910), ("hare_1.1b", 191))
+    for (model, steps), line in zip(measured, lines, strict=True):
+        assert {(model, steps, loss) for loss in re.findall(r"\d\.\d{3}", line)} <= final
 
 
 def test_fastest_configuration_is_the_measured_one() -> None:
