@@ -277,6 +277,11 @@ def test_fastest_configuration_is_the_measured_one() -> None:
     }
 
 
+def test_bf16_configuration_differs_only_in_precision() -> None:
+    fp8, bf16 = (vars(load_arguments([f"train_config_{name}"])) for name in ("fp8", "bf16"))
+    assert {key for key in fp8 if fp8[key] != bf16[key]} == {"precision", "output_dir"}
+
+
 def test_decoding_speeds_equal_results() -> None:
     report = json.loads(text_of(ROOT / "test_fp8/results/decode_vllm.json"))
     page = text_of(ROOT / "docs/inference.md")

@@ -179,8 +179,8 @@ class LrScales:
 
     embedding: float = _lr_scale(
         "Factor for the learning rate of the embedding. With model.initialization scaled, the best short runs "
-        "of five models gave the embedding a learning rate of 0.1 to 0.45. Must be 1 if the embedding is tied to "
-        "lm_head."
+        "of five models gave the embedding a learning rate of 0.1 to 0.45. In a run with 500M tokens, 0.045 was as "
+        "good as 0.45. Must be 1 if the embedding is tied to lm_head."
     )
     lm_head: float = _lr_scale(
         "Factor for the learning rate of lm_head. Must be 1 if lm_head is tied to the embedding."
