@@ -25,8 +25,9 @@ def standard_deviation(
 
     With "normal", it is initializer_range for every matrix. With "scaled", it depends on the matrix:
 
-    - Decoder layers: 1 / sqrt(columns) (LeCun et al. 1998), divided by sqrt(2 * layers) for output projections.
-    - Embedding: 1, similar to torchtitan's Llama 3, or 1 / sqrt(columns) if lm_head shares the weight.
+    - Embedding: 1, similar to torchtitan's Llama 3, or 1 / sqrt(hidden size) if lm_head shares the weight.
+    - Decoder layers: 1 / sqrt(columns) (LeCun et al. 1998). The output projections are also divided by
+      sqrt(2 * layers), and multiplied by the value of the embedding, to whose output theirs is added.
     - lm_head: initializer_range.
 
     Args:
@@ -35,11 +36,14 @@ def standard_deviation(
     """
     module = name.split(".")[-2]
     if initialization == "scaled":
-        if module == "embed_tokens":  # a tied embedding is also lm_head, whose logits must not be large
-            return columns**-0.5 if config.tie_word_embeddings else 1.0
+        # a tied embedding is also lm_head, whose logits must not be large
+        embedding = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
+        if module == "embed_tokens":
+            return embedding
+        if module in ("o_proj", "down_proj"):
+            return embedding * (columns * 2 * config.num_hidden_layers) ** -0.5
         if ".layers." in name:
-            is_output = module in ("o_proj", "down_proj")
-            return (columns * (2 * config.num_hidden_layers if is_output else 1)) ** -0.5
+            return columns**-0.5
     return config.initializer_range
 
 

@@ -44,15 +44,16 @@ def test_scaled_standard_deviations(tied: bool) -> None:
     sizes = dict(hidden_size=64, intermediate_size=256, num_hidden_layers=8, tie_word_embeddings=tied)
     found = deviations(weights_of("scaled", **sizes))
     # hidden size 64, attention output 4 heads x 32, MLP 256, 8 layers
+    embedding = 1 / 8 if tied else 1.0
     expected = {
         "q_proj": 1 / 8,
         "k_proj": 1 / 8,
         "v_proj": 1 / 8,
-        "o_proj": 1 / math.sqrt(128 * 16),
+        "o_proj": embedding / math.sqrt(128 * 16),
         "gate_proj": 1 / 8,
         "up_proj": 1 / 8,
-        "down_proj": 1 / (16 * 4),
-        "embed_tokens": 1 / 8 if tied else 1.0,
+        "down_proj": embedding / (16 * 4),
+        "embed_tokens": embedding,
         "lm_head": 0.02,
     }
     for name, value in found.items():
@@ -91,7 +92,10 @@ def first_gradient_error(initialization: Any, **config: Any) -> float:
     return relative_error(*reversed(gradients))
 
 
-def test_scaled_weights_keep_fp8_gradients_accurate() -> None:
-    sizes = dict(hidden_size=512, intermediate_size=512, num_hidden_layers=12, head_dim=64)
+@pytest.mark.parametrize("tied", [False, True])
+def test_scaled_weights_keep_fp8_gradients_accurate(tied: bool) -> None:
+    sizes = dict(
+        hidden_size=512, intermediate_size=512, num_hidden_layers=12, head_dim=64, tie_word_embeddings=tied
+    )
     normal, scaled = (first_gradient_error(kind, **sizes) for kind in ("normal", "scaled"))
     assert scaled < 0.1 < normal / 1.5

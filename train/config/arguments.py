@@ -108,10 +108,11 @@ class ModelArguments:
     # free: it has no effect on a resume
     initialization: Initialization = option(
         'Standard deviations of random initial weights. "normal" uses initializer_range for all matrices, as '
-        'the transformers library does. "scaled" uses 1 for the embedding (1 / sqrt(hidden size) if tied) and 1 / '
-        "sqrt(input width) for the matrices of the decoder layers, divided by sqrt(2 * layers) for o_proj and "
-        'down_proj. For untied models, FP8 gradients are more accurate with "scaled" than with "normal". With '
-        "lr_scales, short runs of five models also reached a lower loss.",
+        'the transformers library does. "scaled" uses 1 for the embedding and 1 / sqrt(input width) for the matrices '
+        "of the decoder layers, divided by sqrt(2 * layers) for o_proj and down_proj. If the embedding is tied to "
+        "lm_head, the embedding, o_proj and down_proj are also divided by sqrt(hidden size). FP8 gradients are more "
+        'accurate with "scaled" than with "normal". With lr_scales, short runs of five models also reached a lower '
+        "loss.",
         "scaled",
         resume="free",
     )
