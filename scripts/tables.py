@@ -106,7 +106,15 @@ def hardware() -> str:
         for name, sizes in models.items()
         if num_parameters(sizes) > 1e7  # smaller models need next to nothing
     ]
-    titles = ("model", "`te_layer`", "micro-batch", "peak GiB allocated", "tokens/s", "TFLOP/s", "hours for 1 B tokens")
+    titles = (
+        "model",
+        "`te_layer`",
+        "micro-batch",
+        "allocated GiB",
+        "tokens/s",
+        "TFLOP/s",
+        "hours for 1 B tokens",
+    )
     return "\n".join(
         [
             "### Memory, disk and work\n",
