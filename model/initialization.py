@@ -26,8 +26,8 @@ def standard_deviation(
     With "normal", it is initializer_range for every matrix. With "scaled", it depends on the matrix:
 
     - Embedding: 1, similar to torchtitan's Llama 3, or 1 / sqrt(hidden size) if lm_head shares the weight.
-    - Decoder layers: 1 / sqrt(columns) (LeCun et al. 1998). The output projections are also divided by
-      sqrt(2 * layers), and multiplied by the value of the embedding, to whose output theirs is added.
+    - Decoder layers: 1 / sqrt(columns) (LeCun et al. 1998). The outputs of the output projections are added to the
+      embedding, so these matrices are also multiplied by its standard deviation, and divided by sqrt(2 * layers).
     - lm_head: initializer_range.
 
     Args:
