@@ -36,7 +36,7 @@ def standard_deviation(
     """
     module = name.split(".")[-2]
     if initialization == "scaled":
-        # a tied embedding is also lm_head, whose logits must not be large
+        # a tied embedding is also lm_head: with 1, all logits would be large, and not only that of the input token
         embedding = config.hidden_size**-0.5 if config.tie_word_embeddings else 1.0
         if module == "embed_tokens":
             return embedding
