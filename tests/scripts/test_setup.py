@@ -147,7 +147,7 @@ def test_cpu_build_of_torch(
     ]
     python = executable(tmp_path / "python", "\n".join(lines))
     script = f"set -euo pipefail; source scripts/setup_env.sh; PY={python} HAS_GPU=0; install_torch"
-    environment = {**os.environ, "TORCH_INDEX_URL": torch_index}
+    environment = {**os.environ, "TORCH_INDEX_URL": torch_index, "VIRTUAL_ENV": ""}  # no active environment
     run = subprocess.run(["bash", "-c", script], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0 and ("is not reachable" in run.stdout) == (index is None)
     assert asked.read_text().partition("torch==2.13.0")[2].strip() == (index or "")
