@@ -219,7 +219,7 @@ class Precision:
             # attributes computed at import), and TE ignores unknown arguments.
             for tensor in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
                 setattr(recipe, tensor, recipes.QParams(power_2_scale=power_2, amax_epsilon=c.amax_epsilon))
-        if c.fast_accumulation_wgrad and "fast_accumulation_wgrad" in RECIPES[c.recipe].knobs:
+        if c.fast_accumulation_wgrad:
             # a split accumulator in TE's MMParams means no fast accumulation
             recipe.fp8_gemm_wgrad = recipes.MMParams(use_split_accumulator=False)
         if recipe_name == "bf16_backward":

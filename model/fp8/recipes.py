@@ -71,12 +71,7 @@ OPERANDS = ("input", "weight", "gradient")
 STATISTICS = ("underflow", "saturated", "range", "error", "kurtosis")
 
 # Runs of earlier versions have these values. Recipes that do not read the key accept them in addition to the default.
-FORMER_DEFAULTS = {
-    "health_steps": (0,),
-    "fp8_head_gradients": (False, True),
-    "amax_history_len": (1024,),
-    "fast_accumulation_wgrad": (False,),
-}
+FORMER_DEFAULTS = {"health_steps": (0,), "fp8_head_gradients": (False, True), "amax_history_len": (1024,)}
 
 # The fallbacks of a module in order (precision.on_trouble). bf16_backward: block scaling in the forward pass and bf16
 # gradients. bf16: no FP8.
@@ -186,7 +181,7 @@ class PrecisionSettings:
     fast_accumulation_wgrad: bool = option(
         "Whether to use the faster but less precise FP8 accumulation for weight gradients (recipes delayed "
         "and current only).",
-        True,
+        False,
     )
     bf16_modules: list[str] = option(
         "Name patterns of modules that stay in bf16, including their submodules. The wildcards * and ? are "

@@ -55,7 +55,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "delayed_e4m3_fp8_head": {**_DELAYED, "bf16_modules": []},
     "delayed_e4m3_mlp": {**_DELAYED, "gradient_checkpointing": "mlp"},
     "delayed_e4m3_main_grad": {**_DELAYED, "main_grad": True},
-    "delayed_e4m3_precise_wgrad": {**_DELAYED, "fast_accumulation_wgrad": False},
+    "delayed_e4m3_fast_wgrad": {**_DELAYED, "fast_accumulation_wgrad": True},
     "current_hybrid": {"recipe": "current", "fp8_format": "hybrid"},
     "current_e4m3": {"recipe": "current", "fp8_format": "e4m3"},
     "block": {"recipe": "block"},
@@ -89,7 +89,7 @@ def _presets() -> dict[str, Case]:
         kinds["fp8_delayed_exact_head"] = _fp8("delayed", fp8_head_gradients=False)
         kinds["fp8_delayed_fp8_head"] = _fp8("delayed", bf16_modules=[])
         if variant == "te_layer":
-            kinds["fp8_delayed_precise_wgrad"] = _fp8("delayed", fast_accumulation_wgrad=False)
+            kinds["fp8_delayed_fast_wgrad"] = _fp8("delayed", fast_accumulation_wgrad=True)
         for kind, suffix in itertools.product(kinds, ("", "_graph")):
             how = {"model.variant": variant, **kinds[kind], "speed.cuda_graphs": bool(suffix)}
             overrides[f"{variant}_{kind}{suffix}"] = how

@@ -61,9 +61,7 @@ def test_recipe_keys_apply_to_each_tensor(recipe: str, fp8_format: str) -> None:
             options = getattr(r, f"fp8_quant_{kind}")
             assert (options.power_2_scale, options.amax_epsilon) == wanted
         assert r.fp8_format.value == fp8_format and r.backward_override is None
-        # tile scales have no fast accumulation
-        assert r.fp8_gemm_wgrad.use_split_accumulator == (recipe == "block")
-        assert precision_of(**keys, fast_accumulation_wgrad=False).recipe.fp8_gemm_wgrad.use_split_accumulator
+        assert r.fp8_gemm_wgrad.use_split_accumulator
     r = precision_of(margin=2, amax_history_len=16, amax_compute_algo="most_recent").recipe
     assert (r.margin, r.amax_history_len, r.amax_compute_algo, r.reduce_amax) == (2, 16, "most_recent", False)
 
@@ -269,6 +267,7 @@ KNOBS: dict[str, tuple[Any, str]] = {
     "reduce_amax": (False, "delayed"),
     "power_2_scales": (True, "current block"),
     "amax_epsilon": (0.1, "current block"),
+    "fast_accumulation_wgrad": (True, "delayed current"),
     "fp8_weight_gather": (True, "delayed current"),
 }
 

@@ -34,13 +34,13 @@ def test_phase_shares(steps: int, expected: list[int]) -> None:
 
 def test_phase_keys_override_the_section() -> None:
     """A key of the section that the recipe of a phase does not read is no error in the phase."""
-    section = {"precision__margin": 2, "precision__fast_accumulation_wgrad": False}
+    section = {"precision__margin": 2, "precision__fast_accumulation_wgrad": True}
     schedule = [{"until_step": 2, "margin": 0}, {"until_step": 4, "recipe": "block", "amax_epsilon": 1.0}]
     found = phase_precisions(resolved([*schedule, {}], **section).precision)
     assert [(p.recipe, p.margin, p.amax_epsilon, p.fast_accumulation_wgrad) for p in found] == [
-        ("delayed", 0, 0.0, False),
-        ("block", 0, 1.0, True),
-        ("delayed", 2, 0.0, False),
+        ("delayed", 0, 0.0, True),
+        ("block", 0, 1.0, False),
+        ("delayed", 2, 0.0, True),
     ]
     assert all(p.schedule is None for p in found)
 
