@@ -179,8 +179,8 @@ class PrecisionSettings:
         ge=0,
     )
     fast_accumulation_wgrad: bool = option(
-        "Whether to use the faster but less precise FP8 accumulation for weight gradients (recipes delayed "
-        "and current only).",
+        "Whether to use the faster but less precise FP8 accumulation for weight gradients, whose error grows "
+        "with the number of tokens in a micro-batch (recipes delayed and current only).",
         False,
     )
     bf16_modules: list[str] = option(
