@@ -242,8 +242,10 @@ def test_times_to_a_higher_loss_equal_results() -> None:
 def test_readme_losses_equal_results() -> None:
     page = text_of(ROOT / "README.md")
     results = ROOT / "test_fp8/results"
-    difference = json.loads(text_of(results / "seeds_106m.json"))["differences"][1]
-    assert f"{difference['mean_percent']:+.2f} % ± {difference['half_width']:.2f} %" in page
+    differences = {d["row"]: d for d in json.loads(text_of(results / "seeds_106m.json"))["differences"]}
+    fp8, muon = differences["fp8"], differences["muon"]
+    assert f"{fp8['mean_percent']:+.2f} % ± {fp8['half_width']:.2f} %" in page
+    assert " and ".join(f"{percent:+.2f} %" for percent in muon["percent"]) in page
     runs = json.loads(text_of(results / "initial_weights.json"))["results"]
     final = {(r["model"], r["steps"], f"{r['eval_loss']:.3f}") for r in runs if r["eval_loss"]}
     lines = [line for line in page.splitlines() if line.startswith("|") and re.search(r"\d\.\d{3}", line)]
